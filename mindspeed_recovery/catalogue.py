@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read `patches/*.toml`: which states each version of an upstream package has. Imports no torch and no upstream.
+
+A file names one package and lists its states; each state has one row per range of versions, the ranges follow each other
+without a gap, so that a version between two rows can never silently have none. A file without ``package`` (a user's own)
+gives each state one ``location`` instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from mindspeed_recovery.core.location import Location
+from mindspeed_recovery.core.policy import Policy, StateSpec
+from mindspeed_recovery.errors import CatalogueError, LocationError, StateError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pragma: no cover
+    import tomli as tomllib
+
+_FILE_KEYS = {"package", "version_from", "state"}
+_OPTIONS: dict[str, type | tuple[type, ...]] = {
+    "on": str,
+    "quarantine": bool,
+    "replay": bool,
+    "to": (str, bool, int, float),
+    "fields": list,
+    "clear": str,
+    "settled": str,
+    "on_missing": str,
+    "large": bool,
+}
+_STATE_KEYS = {"name", "why", "policy", "at", "location", *_OPTIONS}
+_ROW_KEYS = {"versions", "location", "fields", "to", "clear"}
+_RANGE = re.compile(r">=\s*([^,<>=\s]+)\s*(?:,\s*<\s*([^,<>=\s]+)\s*)?")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One state in one range of versions: from ``since`` (included) to ``before`` (excluded; None: still so)."""
+
+    since: Version | None
+    before: Version | None
+    spec: StateSpec
+
+    def covers(self, version: Version | None) -> bool:
+        if self.since is None:
+            return True
+        return version is not None and self.since <= version and (self.before is None or version < self.before)
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """One catalogue file."""
+
+    file: str
+    package: str | None
+    version_from: Location | None
+    entries: Mapping[str, tuple[Row, ...]]
+
+    def version(self) -> Version | None:
+        """The version of the package that is loaded or, failing that, installed; None if there is none."""
+        place = self.version_from.place() if self.version_from else None
+        text = place.get() if place else None
+        if text is None and self.package is not None:
+            try:
+                text = importlib.metadata.version(self.package)
+            except importlib.metadata.PackageNotFoundError:
+                return None
+        try:
+            # A release candidate or a development build of a version already has what that version has.
+            return Version(Version(str(text)).base_version) if text else None
+        except InvalidVersion:
+            raise CatalogueError(f"{self.file}: package '{self.package}' has the version '{text}', which is not one") from None
+
+    def states(self, version: Version | None) -> list[StateSpec]:
+        """The states of one version of the package."""
+        return [row.spec for rows in self.entries.values() for row in rows if row.covers(version)]
+
+
+def shipped() -> list[Path]:
+    """The catalogue files that come with the package."""
+    folder = resources.files("mindspeed_recovery.patches")
+    return sorted((Path(str(item)) for item in folder.iterdir() if item.name.endswith(".toml")), key=lambda path: path.name)
+
+
+def installed_states(files: Iterable[Path | str]) -> list[StateSpec]:
+    """The states that the versions installed here have, from all files. Raises CatalogueError."""
+    seen: dict[str, str] = {}
+    specs: list[StateSpec] = []
+    for file in files:
+        catalogue = load(file)
+        version = catalogue.version()
+        for name in catalogue.entries:
+            if name in seen:
+                raise CatalogueError(f"{file}: entry '{name}': duplicate name, also in {seen[name]}")
+            seen[name] = str(file)
+        specs += catalogue.states(version)
+    return specs
+
+
+def load(file: Path | str) -> Catalogue:
+    """Read one file. Raises CatalogueError with file, entry and key for anything that is not right in it."""
+    path = Path(file)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CatalogueError(f"{path}: cannot be read: {error}") from None
+    return parse(text, str(path))
+
+
+def parse(text: str, file: str) -> Catalogue:
+    """Parse the text of a file; ``file`` names it in messages."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise CatalogueError(f"{file}: not TOML: {error}") from None
+    _check_keys(data, _FILE_KEYS, file)
+    package = _typed(data, "package", str, file)
+    version_from = _location(data, "version_from", file)
+    tables = data.get("state", [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise CatalogueError(f"{file}: key 'state': write each state as [[state]]")
+    entries: dict[str, tuple[Row, ...]] = {}
+    for index, table in enumerate(tables, 1):
+        name = table.get("name")
+        where = f"{file}: entry '{name}'" if isinstance(name, str) else f"{file}: entry number {index}"
+        if not isinstance(name, str):
+            raise CatalogueError(f"{where}: key 'name': every state needs a name")
+        if name in entries:
+            raise CatalogueError(f"{where}: key 'name': duplicate name")
+        entries[name] = _rows(table, package, Path(file).name, where)
+    return Catalogue(file, package, version_from, entries)
+
+
+def _rows(table: dict[str, Any], package: str | None, file_name: str, where: str) -> tuple[Row, ...]:
+    _check_keys(table, _STATE_KEYS, where)
+    for key in ("why", "policy"):
+        if not _typed(table, key, str, where):
+            raise CatalogueError(f"{where}: key '{key}': missing")
+    if ("at" in table) == ("location" in table):
+        raise CatalogueError(f"{where}: give either 'at' (rows of version ranges) or one 'location'")
+    common = {key: table[key] for key in _OPTIONS if key in table}
+    if "location" in table:
+        return (Row(None, None, _spec(table, {**common, "location": table["location"]}, file_name, where)),)
+    if package is None:
+        raise CatalogueError(f"{where}: key 'at': version ranges need a 'package' at the top of the file")
+    rows = _typed(table, "at", list, where) or []
+    result: list[Row] = []
+    for number, row in enumerate(rows, 1):
+        at = f"{where}: key 'at', row {number}"
+        if not isinstance(row, dict):
+            raise CatalogueError(f"{at}: write {{ versions = \">=A,<B\", location = \"module:NAME\" }}")
+        _check_keys(row, _ROW_KEYS, at)
+        since, before = _range(row, at)
+        if result and result[-1].before != since:
+            raise CatalogueError(
+                f"{at}: key 'versions': begins at {since}, but the row before it ends at {result[-1].before or 'no version'}; "
+                "ranges follow each other without gap or overlap"
+            )
+        options = {**common, **{key: value for key, value in row.items() if key != "versions"}}
+        result.append(Row(since, before, _spec(table, options, file_name, at)))
+    if not result:
+        raise CatalogueError(f"{where}: key 'at': no rows")
+    return tuple(result)
+
+
+def _range(row: dict[str, Any], where: str) -> tuple[Version, Version | None]:
+    text = _typed(row, "versions", str, where) or ""
+    match = _RANGE.fullmatch(text.strip())
+    try:
+        if match is None:
+            raise InvalidVersion(text)
+        since, before = Version(match[1]), Version(match[2]) if match[2] else None
+        if before is not None and before <= since:
+            raise InvalidVersion(text)
+    except InvalidVersion:
+        raise CatalogueError(f"{where}: key 'versions': '{text}' is not a range; write >=A or >=A,<B") from None
+    return since, before
+
+
+def _spec(table: dict[str, Any], options: dict[str, Any], file_name: str, where: str) -> StateSpec:
+    policy = table["policy"]
+    if policy not in set(map(str, Policy)):
+        raise CatalogueError(f"{where}: key 'policy': unknown policy '{policy}'; one of {', '.join(map(str, Policy))}")
+    for key, kind in _OPTIONS.items():
+        _typed(options, key, kind, where)
+    location = _location(options, "location", where)
+    if location is None:
+        raise CatalogueError(f"{where}: key 'location': missing")
+    options = {key: value for key, value in options.items() if key in _OPTIONS}
+    options["clear"] = _location(options, "clear", where)
+    options["fields"] = tuple(options.get("fields", ()))
+    if not all(isinstance(item, str) for item in options["fields"]):
+        raise CatalogueError(f"{where}: key 'fields': a list of attribute names")
+    try:
+        return StateSpec(
+            name=table["name"], location=location, policy=Policy(policy), why=table["why"], source=file_name, **options
+        )
+    except StateError as error:
+        raise CatalogueError(f"{where}: {str(error).split(': ', 1)[1]}") from None
+
+
+def _check_keys(table: Mapping[str, Any], known: set[str], where: str) -> None:
+    for key in table:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(sorted(known))}"
+            raise CatalogueError(f"{where}: unknown key '{key}'{hint}")
+
+
+def _typed(table: Mapping[str, Any], key: str, kind: type | tuple[type, ...], where: str) -> Any:
+    value = table.get(key)
+    if value is None or (isinstance(value, kind) and (kind is not str or value.strip())):
+        return value
+    expected = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+    raise CatalogueError(f"{where}: key '{key}': {value!r} is not a {expected}")
+
+
+def _location(table: Mapping[str, Any], key: str, where: str) -> Location | None:
+    text = _typed(table, key, str, where)
+    try:
+        return None if text is None else Location.parse(text)
+    except LocationError as error:
+        raise CatalogueError(f"{where}: key '{key}': {error}") from None

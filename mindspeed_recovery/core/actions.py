@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What *reset* and *drop* do at one place. Both work on unsafe tensors and keep every container's identity."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from typing import Any
+
+from mindspeed_recovery.core import memory, values
+from mindspeed_recovery.core.location import Location, Place
+from mindspeed_recovery.core.policy import StateSpec
+from mindspeed_recovery.errors import LocationError, StateError
+
+_CLEARABLE = (dict, list, set, deque)
+
+
+def reset(place: Place, spec: StateSpec) -> None:
+    """Leave at ``place`` what the end of a step leaves there. No-op where nothing stands."""
+    value = place.get()
+    if value is None:
+        return
+    if spec.to == "zeros":
+        storages = {}
+        for _, tensor in values.tensors(value):
+            storages[tensor.untyped_storage()._cdata] = tensor
+        for tensor in storages.values():
+            memory.refresh_zeros(tensor)
+    elif spec.to == "empty":
+        _clear(place, value)
+    else:
+        place.set(None if spec.to == "none" else spec.to)
+
+
+def run_clear(function: Location) -> None:
+    """Call upstream's own end-of-step clear, if its module is loaded."""
+    place = function.place()
+    if place is not None:
+        place.get()()
+
+
+def drop(place: Place, spec: StateSpec) -> None:
+    """Forget the cache at ``place``; the framework makes it anew on its next use."""
+    value = place.get()
+    if value is None:
+        return
+    clear = cache_clear(value)
+    if clear is not None:
+        clear()
+    elif isinstance(value, _CLEARABLE):
+        value.clear()
+    else:
+        place.set(None)
+
+
+def cache_clear(function: Any) -> Any:
+    """``cache_clear`` of a cached function, also below wrappers that others have put around it; else None."""
+    while function is not None:
+        clear = getattr(function, "cache_clear", None)
+        if callable(clear):
+            return clear
+        function = getattr(function, "__wrapped__", None)
+    return None
+
+
+def _clear(place: Place, value: Any) -> None:
+    if isinstance(value, _CLEARABLE):
+        value.clear()
+    elif hasattr(value, "queue") and hasattr(value, "mutex"):  # queue.Queue
+        with value.mutex:
+            value.queue.clear()
+    else:
+        raise StateError(f"{place.path}: to = 'empty' needs a container, found a {type(value).__name__}")
+
+
+def check_function(function: Location) -> None:
+    """Raise LocationError if the module of an upstream clear function is loaded but lacks it."""
+    place = function.place()
+    if place is not None and not callable(place.get()):
+        raise LocationError(f"{function}: is not callable")
+
+
+def loaded(location: Location) -> bool:
+    """Whether the module of a location is imported."""
+    return location.module in sys.modules

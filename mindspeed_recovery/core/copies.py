@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two host copies of every step, and which of them serves a rollback to step R.
+
+``start(k)`` is taken when step k begins and holds the end of step k-1; ``update(k)`` is taken when the gradients of step
+k are ready and nothing has been written yet, and serves R = k on a rank that never reached the start of k+1. While one
+of the two is being overwritten the other, newer one is whole, so a fault during a copy never leaves only a torn one.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from mindspeed_recovery.core.location import Place
+from mindspeed_recovery.core.memory import HostEmpty
+from mindspeed_recovery.core.policy import StateSpec
+from mindspeed_recovery.core.values import Buffers, Capture
+
+
+@dataclass
+class StateCopy:
+    """One state's copy in one slot; valid only when it was wholly taken and its transfer has finished."""
+
+    buffers: Buffers
+    step: int = -1
+    valid: bool = False
+    taken: dict[str, Capture] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(capture.nbytes for capture in self.taken.values())
+
+
+class Slot:
+    """``start`` or ``update``: the copies of all states at that moment of one step."""
+
+    def __init__(self, name: str, host_empty: HostEmpty) -> None:
+        self.name = name
+        self.step = -1
+        self._host_empty = host_empty
+        self._copies: dict[str, StateCopy] = {}
+        self._pending: torch.Event | None = None
+        self._enqueued_at = float("inf")
+
+    def begin(self, step: int) -> None:
+        """From here on nothing in the slot is valid until it has been taken again."""
+        self.step = step
+        self._pending = None
+        for copy in self._copies.values():
+            copy.valid = False
+        self._enqueued_at = time.time()
+
+    def take(self, spec: StateSpec, places: list[Place]) -> None:
+        """Copy one state. On an error the copy stays invalid and the error is the caller's."""
+        copy = self._copies.get(spec.name)
+        if copy is None:
+            copy = self._copies[spec.name] = StateCopy(Buffers(self._host_empty))
+        copy.step = self.step
+        copy.taken = {place.path: Capture(place.get(), copy.buffers, place.path) for place in places}
+        copy.valid = True
+
+    def enqueued(self) -> None:
+        """All copies of the step are on their way: note the point on the stream that must be reached first."""
+        if torch.accelerator.is_available():
+            self._pending = torch.Event()
+            self._pending.record()
+
+    def settle(self) -> None:
+        """Confirm that the transfers have finished. Healthy state only: after *stop* no device event may be touched.
+
+        A synchronisation of the framework's own (the gradient norm's ``item()``, the loss) has normally passed by then;
+        otherwise this waits for it.
+        """
+        if self._pending is not None:
+            self._pending.synchronize()
+            self._pending = None
+
+    def get(self, name: str, step: int) -> StateCopy | None:
+        """The valid copy of a state at this step, if there is one. Touches no device."""
+        copy = self._copies.get(name)
+        usable = copy is not None and copy.valid and copy.step == step and self._pending is None
+        return copy if usable else None
+
+    def discard(self, *, after_step: int | None = None, since: float | None = None) -> None:
+        """Make copies of a step later than ``after_step``, or enqueued at or after time ``since``, invalid."""
+        late = (after_step is not None and self.step > after_step) or (since is not None and self._enqueued_at >= since)
+        if late:
+            for copy in self._copies.values():
+                copy.valid = False
+
+    @property
+    def nbytes(self) -> int:
+        """Host bytes held."""
+        return sum(copy.nbytes for copy in self._copies.values())
+
+
+class Copies:
+    """Both slots. Taken on the training thread, read on the runtime's thread after the commit gate has closed."""
+
+    def __init__(self, host_empty: HostEmpty) -> None:
+        self.start = Slot("start", host_empty)
+        self.update = Slot("update", host_empty)
+        self.taking: Slot | None = None
+        """The slot that was being taken when the gate closed. The training thread had then gone no further, so the
+        live values are still those of that moment."""
+
+    def source(self, spec: StateSpec, rollback_step: int) -> tuple[str, StateCopy] | None:
+        """The copy that holds the state as of the end of ``rollback_step``, with its name."""
+        copy = self.start.get(spec.name, rollback_step + 1)
+        if copy is not None:
+            return f"start({rollback_step + 1})", copy
+        if spec.settled == "after-update":
+            return None
+        copy = self.update.get(spec.name, rollback_step)
+        return (f"update({rollback_step})", copy) if copy is not None else None
+
+    def interrupted_at(self, spec: StateSpec, rollback_step: int) -> bool:
+        """Whether the rank stopped while it was taking a copy of exactly this state's moment."""
+        if self.taking is self.start:
+            return self.start.step == rollback_step + 1
+        if self.taking is self.update:
+            return self.update.step == rollback_step and spec.settled == "before-update"
+        return False
+
+    def discard(self, *, after_step: int | None = None, since: float | None = None) -> None:
+        if after_step is not None:
+            self.start.discard(after_step=after_step + 1)
+            self.update.discard(after_step=after_step)
+        self.start.discard(since=since)
+        self.update.discard(since=since)
+
+    @property
+    def nbytes(self) -> int:
+        return self.start.nbytes + self.update.nbytes

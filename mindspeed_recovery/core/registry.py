@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The states that are tracked in this process, and where each of them stands now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from mindspeed_recovery.core import actions, container, instances, values
+from mindspeed_recovery.core.location import Place
+from mindspeed_recovery.core.memory import nbytes
+from mindspeed_recovery.core.policy import Policy, StateSpec
+from mindspeed_recovery.core.values import Buffers, Capture
+from mindspeed_recovery.errors import LocationError, StateError
+
+
+@dataclass
+class TrackedState:
+    """One declared state in this process."""
+
+    spec: StateSpec
+    owners: list[tuple[str, Any]] = field(default_factory=list)
+    """For a state on instances: path and object of each."""
+    constants: dict[str, Capture] = field(default_factory=dict)
+    unprotected: str | None = None
+    """Why the state is not copied any more, after an error of ours in a healthy step."""
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    def whole(self) -> list[Place]:
+        """Where the state's value stands now, before ``fields`` narrows it. What quarantine takes."""
+        spec = self.spec
+        if spec.on == "instances":
+            attribute = spec.location.path[-1]
+            return [Place(f"{path}.{attribute}", owner, attribute) for path, owner in self.owners if hasattr(owner, attribute)]
+        place = spec.location.place()
+        return [] if place is None else [place]
+
+    def places(self) -> list[Place]:
+        """Where the state stands now. Empty while it has not been made. Raises LocationError if it cannot be there."""
+        if not self.spec.fields:
+            return self.whole()
+        return [part for place in self.whole() for part in self._parts(place)]
+
+    def _parts(self, place: Place) -> list[Place]:
+        owner = place.get()
+        if owner is None:
+            return []
+        if isinstance(owner, dict):  # an item appears when it is first written
+            return [Place(f"{place.path}[{name!r}]", owner, name) for name in self.spec.fields if name in owner]
+        absent = [name for name in self.spec.fields if not hasattr(owner, name)]
+        if absent:
+            raise LocationError(f"{place.path}: the {type(owner).__name__} there has no attribute '{absent[0]}' (fields)")
+        return [Place(f"{place.path}.{name}", owner, name) for name in self.spec.fields]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the state with its path. A container in quarantine raises QuarantineError."""
+        for place in self.places():
+            yield from values.tensors(place.get(), place.path)
+
+
+class Registry:
+    """Declared states by name. Declared and adopted on the training thread, read on the runtime's."""
+
+    def __init__(self, specs: Iterable[StateSpec] = ()) -> None:
+        self._states: dict[str, TrackedState] = {}
+        for spec in specs:
+            self.add(spec)
+
+    def __iter__(self) -> Iterator[TrackedState]:
+        return iter(list(self._states.values()))
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._states
+
+    def __getitem__(self, name: str) -> TrackedState:
+        """Raise KeyError, with the tracked names, for an unknown one."""
+        try:
+            return self._states[name]
+        except KeyError:
+            raise KeyError(f"no state '{name}' is tracked; tracked: {', '.join(sorted(self._states)) or 'none'}") from None
+
+    def add(self, spec: StateSpec) -> TrackedState:
+        """Raise StateError if the name, or the same location, is tracked already."""
+        for other in self._states.values():
+            same_place = (other.spec.location, other.spec.on, other.spec.fields) == (spec.location, spec.on, spec.fields)
+            if other.name == spec.name or same_place:
+                raise StateError(
+                    f"state '{spec.name}' at {spec.location} ({spec.source}) is tracked already, as '{other.name}' at "
+                    f"{other.spec.location} ({other.spec.source}); untrack one of the two"
+                )
+        state = self._states[spec.name] = TrackedState(spec)
+        return state
+
+    def remove(self, name: str) -> None:
+        self[name]
+        del self._states[name]
+
+    def find_owners(self, roots: Mapping[str, Any]) -> None:
+        """Find the objects that hold the states on instances. Walks the object graph once.
+
+        Raises LocationError for an absent class, or an attribute that no code of the class mentions.
+        """
+        classes: dict[str, type] = {}
+        for state in self:
+            if state.spec.on == "instances" and state.spec.policy is not Policy.IGNORED:
+                owner = state.spec.location.owner_class()
+                if owner is not None:
+                    classes[state.name] = owner
+        found = instances.find(roots, set(classes.values()))
+        for name, cls in classes.items():
+            self._states[name].owners = found[cls]
+
+    def adopt(self, state: TrackedState, buffers: Buffers) -> list[str]:
+        """Make what stands at the state's places now recoverable; cheap where that is done. Returns holders that keep
+        the old object. Raises LocationError or StateError where the declaration does not fit."""
+        spec, strangers = state.spec, []
+        for place in state.whole() if spec.quarantine else ():
+            strangers += [f"{place.path}: {holder}" for holder in container.contain(place)]
+        for place in state.places():
+            if spec.policy is Policy.CONSTANT and place.path not in state.constants and place.get() is not None:
+                state.constants[place.path] = Capture(place.get(), buffers, f"{spec.name} {place.path}")
+        if spec.clear is not None:
+            actions.check_function(spec.clear)
+        return strangers
+
+    def release(self, state: TrackedState) -> None:
+        """Put plain containers back where `adopt` put recovery-aware ones, with their contents."""
+        for place in state.whole() if state.spec.quarantine else ():
+            container.release(place)
+
+    def describe(self, state: TrackedState) -> dict[str, Any]:
+        """Name, policy, location, source, places and device bytes of a state, for people."""
+        tensors = {tensor.untyped_storage()._cdata: nbytes(tensor) for _, tensor in state.tensors()}
+        return {
+            "name": state.name,
+            "policy": str(state.spec.policy),
+            "location": str(state.spec.location),
+            "source": state.spec.source,
+            "places": len(state.places()),
+            "bytes": sum(tensors.values()),
+        }

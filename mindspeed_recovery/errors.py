@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The errors of the package. Importing this module imports nothing else.
+
+Everything that can reach the training thread during a recovery is a RuntimeError whose text begins with
+``FORCE STOP``: runtimes take any other error that leaves ``train()`` then for a new, unknown fault and end the job.
+"""
+
+from __future__ import annotations
+
+FORCE_STOP = "FORCE STOP"
+
+
+class RecoveryError(Exception):
+    """Base class of every error that this package raises itself."""
+
+
+class LocationError(RecoveryError):
+    """A location is malformed, or names an attribute that an imported module does not have."""
+
+
+class CatalogueError(RecoveryError):
+    """A catalogue file is not valid; the text names file, entry and key."""
+
+
+class StateError(RecoveryError):
+    """A state is declared wrongly, or twice under one name."""
+
+
+class QuarantineError(RecoveryError, RuntimeError):
+    """A tracked container was used between *clean* and its reset."""
+
+    def __init__(self, state: str, location: str) -> None:
+        super().__init__(
+            f"{FORCE_STOP}: state '{state}' at {location} is in quarantine: a recovery has moved its contents away and "
+            "has not reset it yet. Let the training thread end its step; the state works again after rollback."
+        )
+
+
+class RecoveryFailed(RecoveryError, RuntimeError):
+    """A recovery left states that are not exact (only under ``strict``), or could not be completed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"{FORCE_STOP}: {text}")

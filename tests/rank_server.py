@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that has imported torch, Megatron and the example once, and forks the ranks of one job after another.
+
+Reads one job a line from standard input, as JSON: ``argv``, ``world_size``, ``out`` (folder for the ranks' output),
+``timeout`` in seconds, ``prepare`` (``module:function``, called in each rank before training with the `Pretraining` object
+and the job's ``options``). Answers with one line: the exit code of each rank, -9 for one that was ended by the timeout.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+
+def _run_rank(example: Any, job: dict[str, Any], rank: int, listener: socket.socket) -> int:
+    import torch
+    import torch.distributed as dist
+
+    world_size = job["world_size"]
+    store = dist.TCPStore(
+        "127.0.0.1",
+        listener.getsockname()[1],
+        world_size,
+        is_master=rank == 0,
+        master_listen_fd=listener.detach() if rank == 0 else None,
+        use_libuv=True,
+    )
+    torch.manual_seed(0)
+    args = example.parse_args(job["argv"])
+    logging.basicConfig(level=job.get("loglevel", "INFO"))
+    prepare = None
+    if job.get("prepare"):
+        module, name = job["prepare"].split(":")
+        prepare = functools.partial(getattr(importlib.import_module(module), name), **job.get("options", {}))
+    example.pretrain(args, rank, world_size, example.join(store, rank, world_size), prepare)
+    store.add("ended", 1)
+    deadline = time.monotonic() + 20
+    while rank == 0 and store.add("ended", 0) < world_size and time.monotonic() < deadline:
+        time.sleep(0.002)  # the store lives in rank 0
+    return 0
+
+
+def _fork(example: Any, job: dict[str, Any], rank: int, listener: socket.socket) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        with open(Path(job["out"]) / f"rank{rank}.log", "w") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        code = _run_rank(example, job, rank, listener)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        code = 2
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _wait(pids: list[int], timeout: float) -> list[int]:
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + timeout
+    failed_at: float | None = None
+    while len(codes) < len(pids):
+        for pid in pids:
+            if pid not in codes:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+                    if codes[pid] and failed_at is None:
+                        failed_at = time.monotonic()
+        late = time.monotonic() > deadline or (failed_at is not None and time.monotonic() > failed_at + 15)
+        if late:
+            for pid in pids:
+                if pid not in codes:
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                    codes[pid] = -9
+        time.sleep(0.005)
+    return [codes[pid] for pid in pids]
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    root = Path(__file__).resolve().parent.parent
+    sys.path[:0] = [str(root / "examples"), str(root / "tests")]
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is not an answer
+    import torch
+
+    torch.set_num_threads(1)
+    example = importlib.import_module("pretrain_moe")
+    importlib.import_module("torch.utils.tensorboard")
+    importlib.import_module("megatron.core.transformer.multi_token_prediction")
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+            pids = [_fork(example, job, rank, listener) for rank in range(job["world_size"])]
+        print(json.dumps(_wait(pids, job["timeout"])), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

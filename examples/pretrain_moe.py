@@ -493,7 +493,7 @@ def rendezvous(rank: int, world_size: int) -> dist.Store:
 
 
 def join(store: dist.TCPStore, rank: int, world_size: int) -> dist.Store:
-    restartable_gloo.register()
+    restartable_gloo.register(peer_failure_grace=2.0)
     dist.init_process_group("restartable_gloo", store=dist.PrefixStore("groups", store), rank=rank, world_size=world_size)
     # A connection of its own: the runtime's thread must not wait for the training thread's requests.
     return dist.PrefixStore("recovery", store.clone())

@@ -8,6 +8,7 @@ and the job's ``options``). Answers with one line: the exit code of each rank, -
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import importlib
 import json
@@ -60,6 +61,7 @@ def _fork(example: Any, job: dict[str, Any], rank: int, listener: socket.socket)
         with open(Path(job["out"]) / f"rank{rank}.log", "w") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
+        faulthandler.register(signal.SIGUSR1)
         code = _run_rank(example, job, rank, listener)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
@@ -88,6 +90,8 @@ def _wait(pids: list[int], timeout: float) -> list[int]:
         if late:
             for pid in pids:
                 if pid not in codes:
+                    os.kill(pid, signal.SIGUSR1)  # say where it hangs
+                    time.sleep(0.2)
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
                     codes[pid] = -9

@@ -52,12 +52,13 @@ class Slot:
             copy.valid = False
         self._enqueued_at = time.time()
 
-    def take(self, spec: StateSpec, places: list[Place]) -> None:
-        """Copy one state. On an error the copy stays invalid and the error is the caller's."""
+    def take(self, spec: StateSpec, places: list[Place], step: int | None = None) -> None:
+        """Copy one state, for the slot's step unless another is given. On an error the copy stays invalid and the error
+        is the caller's."""
         copy = self._copies.get(spec.name)
         if copy is None:
             copy = self._copies[spec.name] = StateCopy(Buffers(self._host_empty))
-        copy.step = self.step
+        copy.valid, copy.step = False, self.step if step is None else step
         copy.taken = {place.path: Capture(place.get(), copy.buffers, place.path) for place in places}
         copy.valid = True
 
@@ -85,9 +86,9 @@ class Slot:
 
     def discard(self, *, after_step: int | None = None, since: float | None = None) -> None:
         """Make copies of a step later than ``after_step``, or enqueued at or after time ``since``, invalid."""
-        late = (after_step is not None and self.step > after_step) or (since is not None and self._enqueued_at >= since)
-        if late:
-            for copy in self._copies.values():
+        distrusted = since is not None and self._enqueued_at >= since
+        for copy in self._copies.values():
+            if distrusted or (after_step is not None and copy.step > after_step):
                 copy.valid = False
 
     @property
@@ -106,12 +107,13 @@ class Copies:
         """The slot that was being taken when the gate closed. The training thread had then gone no further, so the
         live values are still those of that moment."""
 
-    def source(self, spec: StateSpec, rollback_step: int) -> tuple[str, StateCopy] | None:
-        """The copy that holds the state as of the end of ``rollback_step``, with its name."""
+    def source(self, spec: StateSpec, rollback_step: int, replay: bool) -> tuple[str, StateCopy] | None:
+        """The copy that holds the state as of the end of ``rollback_step``, with its name; where the log line will be
+        replayed, as of the moment before it."""
         copy = self.start.get(spec.name, rollback_step + 1)
         if copy is not None:
             return f"start({rollback_step + 1})", copy
-        if spec.settled == "after-update":
+        if spec.settled == "after-update" or (spec.settled == "after-logging" and not replay):
             return None
         copy = self.update.get(spec.name, rollback_step)
         return (f"update({rollback_step})", copy) if copy is not None else None

@@ -40,7 +40,7 @@ class Policy(str, Enum):
 NAME = re.compile(r"[a-z0-9]+(?:[-_.][a-z0-9]+)*")
 ON = ("module", "instances")
 TO = ("zeros", "empty", "none")
-SETTLED = ("before-update", "after-update")
+SETTLED = ("before-update", "after-update", "after-logging")
 ON_MISSING = ("warn", "error")
 
 
@@ -54,8 +54,8 @@ class StateSpec:
     are kept in case the log line of the step has to be written again. ``to`` (reset): ``"zeros"`` (tensors become
     zeros, keys and shapes stay), ``"empty"`` (containers are emptied in place), ``"none"``, or a number or bool.
     ``fields``: only these attributes of the object, or items of the dict. ``clear`` (reset): location of a function without arguments, called
-    when the tensors are zeros in safe memory. ``settled``: ``"after-update"`` if the step's last change comes after the
-    optimizer update. ``on_missing``: ``"error"`` if training is wrong without the state. ``large``: keep host copies
+    when the tensors are zeros in safe memory. ``settled``: ``"after-update"`` or ``"after-logging"`` if the
+    step's last change to the state comes after the optimizer update, or with its log line. ``on_missing``: ``"error"`` if training is wrong without the state. ``large``: keep host copies
     even above the size limit. ``source``: where the declaration stands, for messages.
 
     Raises StateError for options that contradict each other.

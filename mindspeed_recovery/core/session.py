@@ -129,6 +129,16 @@ class Session:
         the trackers hold the step's sums, not yet reduced by logging. Takes ``update(step)``."""
         self._commit(self.copies.update, self.copies.start, step)
 
+    def after_log(self, step: int) -> None:
+        """The log line of ``step`` is written: states that change with it are copied for ``start(step + 1)`` now, since an
+        evaluation or a checkpoint may come before that."""
+        for state in self._protected():
+            if state.spec.settled == "after-logging" and not self._recovering and not state.unprotected:
+                try:
+                    self.copies.start.take(state.spec, state.places(), step + 1)
+                except Exception as error:
+                    self._swallow(error, state)
+
     def _commit(self, slot: Slot, other: Slot, step: int) -> None:
         if self._recovering:
             return
@@ -160,7 +170,7 @@ class Session:
             self.registry.adopt(state, self._constants)
         if spec.policy is Policy.CONSTANT and not self._constants_checked:
             self._check_constants(state)
-        wanted = spec.policy.copied and (slot is self.copies.start or spec.settled == "before-update")
+        wanted = spec.policy.copied and (slot is self.copies.start or spec.settled != "after-update")
         if wanted or (spec.replay and slot is self.copies.update):
             slot.take(spec, state.places())
 
@@ -237,7 +247,7 @@ class Session:
                 with self._outcome(state, _DONE[state.spec.policy]) as outcome:
                     if state.spec.policy is Policy.RESET:
                         self._reset(state)
-                    elif state.spec.policy is Policy.SNAPSHOT and outcome.source:
+                    elif state.spec.policy is Policy.SNAPSHOT and state.spec.settled == "before-update" and outcome.source:
                         self._restore(state, report.step, False, outcome)
                     report.unsafe += [path for path, tensor in state.tensors() if self.memory.is_unsafe(tensor)]
         self.reports.append(report)
@@ -268,7 +278,7 @@ class Session:
     def _restore(self, state: TrackedState, step: int, replay: bool, outcome: Outcome) -> None:
         spec = state.spec
         if spec.policy is Policy.RESET:
-            copy = self.copies.source(spec, step) if replay and spec.replay else None
+            copy = self.copies.source(spec, step, replay) if replay and spec.replay else None
             self._reset(state)  # first of all, so that no holder keeps an unsafe tensor whatever the copy holds
             if copy is not None:
                 outcome.action, outcome.source = "replayed", copy[0]
@@ -281,14 +291,14 @@ class Session:
             for place in state.places():
                 _put_back(place, state.constants)
         else:
-            self._restore_copied(state, step, outcome)
+            self._restore_copied(state, step, replay, outcome)
 
-    def _restore_copied(self, state: TrackedState, step: int, outcome: Outcome) -> None:
+    def _restore_copied(self, state: TrackedState, step: int, replay: bool, outcome: Outcome) -> None:
         places = state.places()
         if all(place.get() is None for place in places):
             outcome.action = "absent"
             return
-        source = self.copies.source(state.spec, step)
+        source = self.copies.source(state.spec, step, replay)
         if source is not None:
             outcome.source = source[0]
             for place in places:

@@ -215,6 +215,8 @@ class StandaloneRuntime:
     def log(self, step: int) -> None:
         """Write the log line of ``step``."""
         self._write_log(step, self._lines[step])
+        if self._session is not None:
+            self._session.after_log(step)
         self.mark("log", step)
 
     def mark(self, what: str, step: int) -> None:
@@ -278,8 +280,8 @@ class StandaloneRuntime:
                 except Exception as error:
                     if self._closed.is_set():
                         return
+                    self._failure = error  # first: whatever else fails, the training thread must not wait for ever
                     self._die(f"rank {self._rank}: {error}")
-                    self._failure = error
                     self._stop()
                     return
 
@@ -397,5 +399,9 @@ class StandaloneRuntime:
             time.sleep(_POLL_SECONDS)
 
     def _die(self, reason: str) -> None:
-        if not self._store.check(["dead"]):
-            self._store.set("dead", reason)
+        """Tell all ranks that the job has ended; the first reason stands."""
+        try:
+            if not self._store.check(["dead"]):
+                self._store.set("dead", reason)
+        except RuntimeError as error:  # the rank that holds the store has ended already
+            logger.debug("the store is gone: %s", error)

@@ -69,14 +69,18 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--expert-model-parallel-size", type=_positive, default=1, metavar="N")
     parser.add_argument("--pipeline-model-parallel-size", type=_positive, default=1, metavar="N")
     parser.add_argument("--use-distributed-optimizer", action="store_true")
-    parser.add_argument("--enable-recovery-safe-globals", action="store_true", help="protect global state with mindspeed-recovery")
+    parser.add_argument(
+        "--enable-recovery-safe-globals", action="store_true", help="protect global state with mindspeed-recovery"
+    )
     parser.add_argument(
         "--save-final",
         type=Path,
         metavar="FILE",
         help="save the final parameters, buffers and optimizer state of each rank to FILE.rank<R>",
     )
-    parser.add_argument("--fault", type=_fault, action="append", default=[], metavar="SPEC", help=f"{GRAMMAR}; repeatable")
+    parser.add_argument(
+        "--fault", type=_fault, action="append", default=[], metavar="SPEC", help=f"{GRAMMAR}; repeatable"
+    )
     args = parser.parse_args(argv)
     for fault in args.fault:
         if fault.step > args.train_iters:
@@ -256,7 +260,9 @@ class Pretraining:
             pipeline_model_parallel_size=args.pipeline_model_parallel_size,
             expert_model_parallel_size=args.expert_model_parallel_size,
         )
-        tensor_parallel.model_parallel_cuda_manual_seed(args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
+        tensor_parallel.model_parallel_cuda_manual_seed(
+            args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+        )
         self.config = model_config(args)
         self.model = build_model(self.config, args)
         self.optimizer, self.scheduler = build_optimizer(self.model, args)
@@ -363,7 +369,9 @@ class Pretraining:
     def train_step(self, step: int) -> Line:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        first = ((step - 1) * parallel_state.get_data_parallel_world_size() + parallel_state.get_data_parallel_rank()) * MICROBATCHES
+        first = (
+            (step - 1) * parallel_state.get_data_parallel_world_size() + parallel_state.get_data_parallel_rank()
+        ) * MICROBATCHES
         losses = self.run_schedule("train", first, MICROBATCHES, forward_only=False)
         _, grad_norm, _ = self.optimizer.step()
         self.scheduler.step(increment=1)
@@ -384,7 +392,9 @@ class Pretraining:
 
     def forward_step(self, data: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
         batch = next(data)
-        output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"])
+        output = model(
+            batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"]
+        )
         return output, lambda output: self.loss(output, batch["loss_mask"])
 
     def loss(self, output: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -405,7 +415,9 @@ class Pretraining:
         with torch.no_grad():
             for iteration in range(EVAL_ITERATIONS):
                 number = (evaluation * EVAL_ITERATIONS + iteration) * parallel_state.get_data_parallel_world_size()
-                losses += self.run_schedule("valid", number + parallel_state.get_data_parallel_rank(), 1, forward_only=True)
+                losses += self.run_schedule(
+                    "valid", number + parallel_state.get_data_parallel_rank(), 1, forward_only=True
+                )
                 if iteration == 0:
                     self.injector.at("eval", step)
         if self.writer is not None:
@@ -449,7 +461,9 @@ class Pretraining:
         for optimizer in megatron_job.optimizers(self.optimizer):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             moments = [optimizer.optimizer.state.get(parameter, {}) for parameter in parameters]
-            optimizers.append({"parameters": [p.detach() for p in parameters], "state": [dict(state) for state in moments]})
+            optimizers.append(
+                {"parameters": [p.detach() for p in parameters], "state": [dict(state) for state in moments]}
+            )
         return {
             "parameters": {name: parameter.detach() for name, parameter in chunk.named_parameters()},
             "buffers": dict(chunk.named_buffers()),
@@ -494,12 +508,19 @@ def rendezvous(rank: int, world_size: int) -> dist.Store:
 
 def join(store: dist.TCPStore, rank: int, world_size: int) -> dist.Store:
     restartable_gloo.register(peer_failure_grace=2.0)
-    dist.init_process_group("restartable_gloo", store=dist.PrefixStore("groups", store), rank=rank, world_size=world_size)
-    # A connection of its own: the runtime's thread must not wait for the training thread's requests.
-    return dist.PrefixStore("recovery", store.clone())
+    dist.init_process_group(
+        "restartable_gloo", store=dist.PrefixStore("groups", store), rank=rank, world_size=world_size
+    )
+    return dist.PrefixStore("recovery", store)
 
 
-def pretrain(args: argparse.Namespace, rank: int, world_size: int, store: dist.Store, prepare: Callable[[Pretraining], None] | None = None) -> None:
+def pretrain(
+    args: argparse.Namespace,
+    rank: int,
+    world_size: int,
+    store: dist.Store,
+    prepare: Callable[[Pretraining], None] | None = None,
+) -> None:
     """Build this rank's job, let ``prepare`` change it, and run it."""
     with megatron_cpu.cpu_mode():
         job = Pretraining(args, rank, world_size, store)
@@ -511,7 +532,10 @@ def pretrain(args: argparse.Namespace, rank: int, world_size: int, store: dist.S
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     if "RANK" not in os.environ:
-        print("pretrain_moe.py: start it with torchrun, for example: torchrun --nproc-per-node 2 " + sys.argv[0], file=sys.stderr)
+        print(
+            "pretrain_moe.py: start it with torchrun, for example: torchrun --nproc-per-node 2 " + sys.argv[0],
+            file=sys.stderr,
+        )
         return 2
     logging.basicConfig(level=os.environ.get("LOGLEVEL", "WARNING"))
     torch.set_num_threads(1)

@@ -25,7 +25,15 @@ _declared: dict[str, StateSpec] = {}
 _active: Session | None = None
 
 
-def track(target: str | None = None, /, *, policy: Policy | str, name: str | None = None, attr: str | None = None, **options: Any) -> Any:
+def track(
+    target: str | None = None,
+    /,
+    *,
+    policy: Policy | str,
+    name: str | None = None,
+    attr: str | None = None,
+    **options: Any,
+) -> Any:
     """Declare a state of your own.
 
     ``track("my_pkg.losses:TRACKER", policy="reset")`` declares a location. Without a target it is a decorator: on a
@@ -86,7 +94,14 @@ def states() -> list[dict[str, Any]]:
     if _active is not None:
         return [_active.registry.describe(state) for state in _active.registry]
     return [
-        {"name": s.name, "policy": str(s.policy), "location": str(s.location), "source": s.source, "places": 0, "bytes": 0}
+        {
+            "name": s.name,
+            "policy": str(s.policy),
+            "location": str(s.location),
+            "source": s.source,
+            "places": 0,
+            "bytes": 0,
+        }
         for s in _declared.values()
     ]
 
@@ -153,7 +168,9 @@ def _policy(policy: Policy | str) -> Policy:
 
 
 def _default_name(location: Location) -> str:
-    return ".".join((*location.module.split("."), *location.path)).lower().replace("_", "-").replace(".-", ".").strip("-.")
+    return (
+        ".".join((*location.module.split("."), *location.path)).lower().replace("_", "-").replace(".-", ".").strip("-.")
+    )
 
 
 def _caller() -> str:

@@ -82,7 +82,9 @@ class Catalogue:
             # A release candidate or a development build of a version already has what that version has.
             return Version(Version(str(text)).base_version) if text else None
         except InvalidVersion:
-            raise CatalogueError(f"{self.file}: package '{self.package}' has the version '{text}', which is not one") from None
+            raise CatalogueError(
+                f"{self.file}: package '{self.package}' has the version '{text}', which is not one"
+            ) from None
 
     def states(self, version: Version | None) -> list[StateSpec]:
         """The states of one version of the package."""
@@ -92,7 +94,9 @@ class Catalogue:
 def shipped() -> list[Path]:
     """The catalogue files that come with the package."""
     folder = resources.files("mindspeed_recovery.patches")
-    return sorted((Path(str(item)) for item in folder.iterdir() if item.name.endswith(".toml")), key=lambda path: path.name)
+    return sorted(
+        (Path(str(item)) for item in folder.iterdir() if item.name.endswith(".toml")), key=lambda path: path.name
+    )
 
 
 def installed_states(files: Iterable[Path | str]) -> list[StateSpec]:
@@ -161,7 +165,7 @@ def _rows(table: dict[str, Any], package: str | None, file_name: str, where: str
     for number, row in enumerate(rows, 1):
         at = f"{where}: key 'at', row {number}"
         if not isinstance(row, dict):
-            raise CatalogueError(f"{at}: write {{ versions = \">=A,<B\", location = \"module:NAME\" }}")
+            raise CatalogueError(f'{at}: write {{ versions = ">=A,<B", location = "module:NAME" }}')
         _check_keys(row, _ROW_KEYS, at)
         since, before = _range(row, at)
         if result and result[-1].before != since:
@@ -222,7 +226,8 @@ def _check_keys(table: Mapping[str, Any], known: set[str], where: str) -> None:
 
 def _typed(table: Mapping[str, Any], key: str, kind: type | tuple[type, ...], where: str) -> Any:
     value = table.get(key)
-    if value is None or (isinstance(value, kind) and (kind is not str or value.strip())):
+    empty = isinstance(value, str) and not value.strip()
+    if value is None or (isinstance(value, kind) and not empty):
         return value
     expected = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
     raise CatalogueError(f"{where}: key '{key}': {value!r} is not a {expected}")

@@ -42,7 +42,7 @@ _ALWAYS = {
 
 
 @cache
-def container_class(base: type) -> type:
+def container_class(base: Any) -> type:
     """The recovery-aware subclass of a plain type: nothing but how it pickles differs."""
     reduce = _REDUCE[base]
     namespace = {
@@ -61,7 +61,11 @@ def is_container(value: Any) -> bool:
 
 def _is_plain_object(value: Any) -> bool:
     cls = type(value)
-    return bool(cls.__flags__ & (1 << 9)) and hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType, *_REDUCE))
+    return (
+        bool(cls.__flags__ & (1 << 9))
+        and hasattr(value, "__dict__")
+        and not isinstance(value, (type, ModuleType, *_REDUCE))
+    )
 
 
 def contain(place: Place) -> list[str]:
@@ -76,7 +80,9 @@ def contain(place: Place) -> list[str]:
         return []
     base = type(value)
     if base not in _REDUCE:
-        raise StateError(f"{place.path}: a {base.__name__} cannot be put in quarantine; take 'quarantine' out of its entry")
+        raise StateError(
+            f"{place.path}: a {base.__name__} cannot be put in quarantine; take 'quarantine' out of its entry"
+        )
     new = container_class(base)
     arguments = _PLAIN_COPY.get(base)
     container = new(*arguments(value)) if arguments else new(value)
@@ -159,7 +165,13 @@ def _quarantined_class(live: type, plain: type | None, state: str, location: str
         return f"<{live.__name__} of state '{state}' in quarantine>"
 
     namespace: dict[str, Any] = {name: refuse for name in dir(plain or live) if name not in _ALWAYS}
-    namespace |= {"__slots__": (), "__module__": live.__module__, "__repr__": show, "__str__": show, "__reduce_ex__": refuse}
+    namespace |= {
+        "__slots__": (),
+        "__module__": live.__module__,
+        "__repr__": show,
+        "__str__": show,
+        "__reduce_ex__": refuse,
+    }
     if plain is None:
         namespace |= {"__getattribute__": _guard(refuse), "__setattr__": refuse, "__delattr__": refuse}
         namespace.pop("__class__", None)
@@ -176,12 +188,12 @@ def _guard(refuse: Callable[..., Any]) -> Callable[[Any, str], Any]:
 class _Moves:
     """How the contents of one kind of container are taken out and put back, past whatever its class says."""
 
-    def __init__(self, plain: type, adder: str) -> None:
+    def __init__(self, plain: Any, adder: str) -> None:
         self._plain, self._add = plain, getattr(plain, adder)
 
     def out(self, value: Any) -> Any:
         parked = list(self._plain.items(value)) if hasattr(self._plain, "items") else list(self._plain.__iter__(value))
-        self._plain.clear(value)  # type: ignore[attr-defined]
+        self._plain.clear(value)
         return parked
 
     def back(self, value: Any, parked: Any) -> None:
@@ -199,7 +211,7 @@ class _ObjectMoves:
         object.__getattribute__(value, "__dict__").update(parked)
 
 
-_MOVES = {
+_MOVES: dict[Any, _Moves] = {
     dict: _Moves(dict, "update"),
     OrderedDict: _Moves(OrderedDict, "update"),
     defaultdict: _Moves(defaultdict, "update"),

@@ -11,7 +11,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_LEAVES = (str, bytes, int, float, complex, type(None), type, Tensor, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
+_LEAVES = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type(None),
+    type,
+    Tensor,
+    FunctionType,
+    BuiltinFunctionType,
+    MethodType,
+    ModuleType,
+)
 
 
 def find(roots: Mapping[str, Any], classes: Iterable[type]) -> dict[type, list[tuple[str, Any]]]:

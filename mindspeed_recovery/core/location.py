@@ -150,7 +150,13 @@ def _code_names(code: CodeType) -> Iterator[str]:
 
 def candidates(name: str, holder: Any, module: str) -> list[str]:
     """Names like ``name``: on the holder itself, then the same name elsewhere in the loaded package."""
-    names = attribute_names(holder) if isinstance(holder, type) else set(vars(holder)) if hasattr(holder, "__dict__") else set()
+    names = (
+        attribute_names(holder)
+        if isinstance(holder, type)
+        else set(vars(holder))
+        if hasattr(holder, "__dict__")
+        else set()
+    )
     near = difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.6)
     package = module.split(".", 1)[0]
     wanted = {name, *near}

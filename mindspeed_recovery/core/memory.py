@@ -50,7 +50,7 @@ def storage_bytes(tensor: Tensor) -> Tensor:
     It is made from the storage, not from the tensor: no operation reads the tensor, which may be unsafe.
     """
     alias = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return alias.set_(tensor.untyped_storage())  # type: ignore[call-overload]
+    return alias.set_(tensor.untyped_storage())
 
 
 def save(tensor: Tensor, host: Tensor) -> None:

@@ -48,15 +48,20 @@ ON_MISSING = ("warn", "error")
 class StateSpec:
     """One state as it is declared, by the catalogue or by `track`.
 
-    ``name``: lower-case words joined by dashes, unique. ``location``: see `Location`. ``on``: ``"instances"`` if the
-    location is ``module:Class.attr`` and every instance of the class holds the state. ``quarantine`` (reset, drop): the
-    dict, list, deque, set or object there raises between clean and reset. ``replay`` (reset): the sums before logging
-    are kept in case the log line of the step has to be written again. ``to`` (reset): ``"zeros"`` (tensors become
-    zeros, keys and shapes stay), ``"empty"`` (containers are emptied in place), ``"none"``, or a number or bool.
-    ``fields``: only these attributes of the object, or items of the dict. ``clear`` (reset): location of a function without arguments, called
-    when the tensors are zeros in safe memory. ``settled``: ``"after-update"`` or ``"after-logging"`` if the
-    step's last change to the state comes after the optimizer update, or with its log line. ``on_missing``: ``"error"`` if training is wrong without the state. ``large``: keep host copies
-    even above the size limit. ``source``: where the declaration stands, for messages.
+    ``name``: lower-case words joined by dashes, unique.
+    ``location``, ``policy``: see `Location` and `Policy`. ``why``: one line for people.
+    ``on``: ``"instances"`` if the location is ``module:Class.attr`` and every instance of the class holds the state.
+    ``quarantine`` (reset, drop): the dict, list, deque, set or object there raises between clean and reset.
+    ``replay`` (reset): the sums before logging are kept in case the log line of the step has to be written again.
+    ``to`` (reset): ``"zeros"`` (tensors become zeros, keys and shapes stay), ``"empty"`` (containers are emptied in
+    place), ``"none"``, or a number or bool.
+    ``fields``: only these attributes of the object, or items of the dict.
+    ``clear`` (reset): location of a function without arguments, called when the tensors are zeros in safe memory.
+    ``settled``: ``"after-update"`` or ``"after-logging"`` if the step's last change to the state comes after the
+    optimizer update, or with its log line.
+    ``on_missing``: ``"error"`` if training is wrong without the state.
+    ``large``: keep host copies even above the size limit.
+    ``source``: where the declaration stands, for messages.
 
     Raises StateError for options that contradict each other.
     """

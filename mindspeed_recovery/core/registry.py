@@ -37,7 +37,11 @@ class TrackedState:
         spec = self.spec
         if spec.on == "instances":
             attribute = spec.location.path[-1]
-            return [Place(f"{path}.{attribute}", owner, attribute) for path, owner in self.owners if hasattr(owner, attribute)]
+            return [
+                Place(f"{path}.{attribute}", owner, attribute)
+                for path, owner in self.owners
+                if hasattr(owner, attribute)
+            ]
         place = spec.location.place()
         return [] if place is None else [place]
 
@@ -55,7 +59,9 @@ class TrackedState:
             return [Place(f"{place.path}[{name!r}]", owner, name) for name in self.spec.fields if name in owner]
         absent = [name for name in self.spec.fields if not hasattr(owner, name)]
         if absent:
-            raise LocationError(f"{place.path}: the {type(owner).__name__} there has no attribute '{absent[0]}' (fields)")
+            raise LocationError(
+                f"{place.path}: the {type(owner).__name__} there has no attribute '{absent[0]}' (fields)"
+            )
         return [Place(f"{place.path}.{name}", owner, name) for name in self.spec.fields]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -86,12 +92,18 @@ class Registry:
         try:
             return self._states[name]
         except KeyError:
-            raise KeyError(f"no state '{name}' is tracked; tracked: {', '.join(sorted(self._states)) or 'none'}") from None
+            raise KeyError(
+                f"no state '{name}' is tracked; tracked: {', '.join(sorted(self._states)) or 'none'}"
+            ) from None
 
     def add(self, spec: StateSpec) -> TrackedState:
         """Raise StateError if the name, or the same location, is tracked already."""
         for other in self._states.values():
-            same_place = (other.spec.location, other.spec.on, other.spec.fields) == (spec.location, spec.on, spec.fields)
+            same_place = (other.spec.location, other.spec.on, other.spec.fields) == (
+                spec.location,
+                spec.on,
+                spec.fields,
+            )
             if other.name == spec.name or same_place:
                 raise StateError(
                     f"state '{spec.name}' at {spec.location} ({spec.source}) is tracked already, as '{other.name}' at "

@@ -48,4 +48,6 @@ class Report:
         parts = ", ".join(f"{self.count(action)} {action}" for action in sorted(actions))
         times = " + ".join(f"{name} {ms:.1f}" for name, ms in self.milliseconds.items())
         state = "exact" if self.exact else f"NOT exact ({len(self.failures)} states)"
-        return f"recovery {self.number}: rolled back to step {self.step}, {state}; states: {parts or 'none'}; ms: {times}"
+        return (
+            f"recovery {self.number}: rolled back to step {self.step}, {state}; states: {parts or 'none'}; ms: {times}"
+        )

@@ -101,11 +101,13 @@ class Session:
             self.untrack(state.name)
 
     def _check_size(self, state: TrackedState) -> None:
-        if not state.spec.policy.copied and state.spec.policy is not Policy.CONSTANT or state.spec.large:
+        if state.spec.large or not (state.spec.policy.copied or state.spec.policy is Policy.CONSTANT):
             return
         size = self.registry.describe(state)["bytes"]
         if size > LARGE_BYTES:
-            state.unprotected = f"{size} bytes are above the limit of {LARGE_BYTES} for host copies; declare it with large = true"
+            state.unprotected = (
+                f"{size} bytes are above the limit of {LARGE_BYTES} for host copies; declare it with large = true"
+            )
             logger.warning("state '%s' is not copied: %s", state.name, state.unprotected)
 
     def summary(self) -> str:
@@ -113,7 +115,10 @@ class Session:
         described = [self.registry.describe(state) for state in self._protected()]
         here = [d for d in described if d["places"]]
         size = sum(d["bytes"] for d in here)
-        return f"{len(described)} states tracked, {len(here)} present here ({size} device bytes, {self.copies.nbytes} bytes in host copies)"
+        return (
+            f"{len(described)} states tracked, {len(here)} present here "
+            f"({size} bytes, {self.copies.nbytes} bytes in host copies)"
+        )
 
     def _protected(self) -> Iterator[TrackedState]:
         return (state for state in self.registry if state.spec.policy is not Policy.IGNORED)
@@ -178,7 +183,9 @@ class Session:
         for place in state.places():
             constant = state.constants.get(place.path)
             if constant is not None and not constant.matches(place.get()):
-                logger.warning("state '%s' at %s changed after adoption; the copy is taken again", state.name, place.path)
+                logger.warning(
+                    "state '%s' at %s changed after adoption; the copy is taken again", state.name, place.path
+                )
                 del state.constants[place.path]
         self.registry.adopt(state, self._constants)
 
@@ -247,7 +254,11 @@ class Session:
                 with self._outcome(state, _DONE[state.spec.policy]) as outcome:
                     if state.spec.policy is Policy.RESET:
                         self._reset(state)
-                    elif state.spec.policy is Policy.SNAPSHOT and state.spec.settled == "before-update" and outcome.source:
+                    elif (
+                        state.spec.policy is Policy.SNAPSHOT
+                        and state.spec.settled == "before-update"
+                        and outcome.source
+                    ):
                         self._restore(state, report.step, False, outcome)
                     report.unsafe += [path for path, tensor in state.tensors() if self.memory.is_unsafe(tensor)]
         self.reports.append(report)

@@ -11,7 +11,7 @@ import dataclasses
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -107,7 +107,9 @@ class Capture:
             return _DictNode({k: self._take(v, buffers, f"{path}[{k!r}]", False) for k, v in list(value.items())})
         if isinstance(value, (*_SEQUENCES, set)):
             kind = next(k for k in (*_SEQUENCES, set) if isinstance(value, k))
-            return _SequenceNode(kind, [self._take(v, buffers, f"{path}[{i}]", False) for i, v in enumerate(list(value))])
+            return _SequenceNode(
+                kind, [self._take(v, buffers, f"{path}[{i}]", False) for i, v in enumerate(list(value))]
+            )
         if is_record(value, top):
             items = {k: self._take(v, buffers, f"{path}.{k}", False) for k, v in list(vars(value).items())}
             return _RecordNode(value, items)
@@ -151,7 +153,7 @@ class _TensorNode(_Node):
         self._shape, self._stride, self._offset = tensor.shape, tensor.stride(), tensor.storage_offset()
         self._dtype, self._device = tensor.dtype, tensor.device
 
-    def _fits(self, tensor: Any) -> bool:
+    def _fits(self, tensor: Any) -> TypeGuard[Tensor]:
         return (
             isinstance(tensor, Tensor)
             and (tensor.dtype, tensor.device, tensor.shape) == (self._dtype, self._device, self._shape)
@@ -166,7 +168,7 @@ class _TensorNode(_Node):
                 return tensor
         fresh = torch.empty(self._host.numel(), dtype=torch.uint8, device=self._device)
         fresh.copy_(self._host)
-        return torch.empty(0, dtype=self._dtype, device=self._device).set_(  # type: ignore[call-overload]
+        return torch.empty(0, dtype=self._dtype, device=self._device).set_(
             fresh.untyped_storage(), self._offset, self._shape, self._stride
         )
 
@@ -211,7 +213,7 @@ class _DictNode(_Node):
 
 
 class _SequenceNode(_Node):
-    def __init__(self, kind: type, items: list[_Node]) -> None:
+    def __init__(self, kind: Any, items: list[_Node]) -> None:
         self._kind = kind
         self._items = items
 

@@ -356,8 +356,7 @@ def install() -> None:
         return
     if torch.cuda.is_available():
         raise RuntimeError(
-            "megatron_cpu: this process has a CUDA device; hide it (CUDA_VISIBLE_DEVICES='') or do "
-            "not call install()"
+            "megatron_cpu: this process has a CUDA device; hide it (CUDA_VISIBLE_DEVICES='') or do not call install()"
         )
     _installed = True
     _change_torch()

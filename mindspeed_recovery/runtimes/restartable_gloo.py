@@ -20,6 +20,7 @@ epoch beforehand.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -172,7 +173,7 @@ class _AddressStore(dist.Store):
         self._await_keys(self._store, [key])
         return self._store.get(key)
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self._await_keys(self._store, keys)  # which knows the deadline
 
     def check(self, keys: list[str]) -> bool:
@@ -204,7 +205,7 @@ class _Connection:
         """Meet the other members and connect; blocks up to the timeout. The outcome shows in :meth:`call`."""
         try:
             self._build()
-        except Exception as error:  # noqa: BLE001  (kept for the threads that will use the group)
+        except Exception as error:  # kept for the threads that will use the group
             self._failure = str(error)
         finally:
             self._settled.set()
@@ -374,10 +375,8 @@ class _Work(Work):
         connection = self._connection
         connection.check()
         try:
-            if self._any_source:
-                done = connection.wait_aside(self._inner, timeout)
-            else:
-                done = self._inner.wait(timeout)
+            wait = functools.partial(connection.wait_aside, self._inner) if self._any_source else self._inner.wait
+            done = wait(timeout)
         except RuntimeError as error:
             connection.fail(error)
         connection.check()
@@ -449,14 +448,14 @@ class RestartableGroup(ProcessGroup):
         pass  # known since construction; the base class asks for a registered backend
 
     @property
-    def group_desc(self) -> str:  # type: ignore[override]
+    def group_desc(self) -> str:
         return self._description
 
     def _set_group_desc(self, description: str) -> None:
         self._description = description
 
     @property
-    def _device_types(self) -> list[torch.device]:  # type: ignore[override]
+    def _device_types(self) -> list[torch.device]:
         return [_CPU]
 
     def get_group_store(self) -> dist.Store:

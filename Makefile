@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+# Everything happens in .venv and .cache; a second call finds them there.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+TORCH := torch==2.13.0
+MEGATRON := 0.12.1 0.19.2
+MEGATRON_DIRS := $(MEGATRON:%=.cache/megatron/%/.done)
+
+.PHONY: demo test test-full lint clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.demo .cache/megatron/0.19.2/.done
+	PYTHONPATH=.cache/megatron/0.19.2 $(BIN)/python examples/demo.py
+
+test: lint $(MEGATRON_DIRS)
+	$(BIN)/python -m pytest -m "not full"
+
+test-full: lint $(MEGATRON_DIRS)
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# torch first: whatever asks for it later finds this CPU build and fetches no other.
+$(VENV)/.torch:
+	@echo "setting up $(VENV): torch"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) "$(TORCH)"
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.torch setup.py
+	@echo "setting up $(VENV): the demo's packages"
+	$(PIP) -e ".[demo]"
+	touch $@
+
+$(VENV)/.test: $(VENV)/.torch setup.py
+	@echo "setting up $(VENV): the tests' packages"
+	$(PIP) -e ".[test]"
+	touch $@
+
+# Megatron asks for some sixty packages of which a CPU run needs none, and for a newer Python than its wheels do.
+.cache/megatron/%/.done: | $(VENV)/.torch
+	@echo "fetching megatron-core $*"
+	$(PIP) --no-deps --ignore-requires-python --target .cache/megatron/$* megatron-core==$*
+	touch $@
+
+clean:
+	rm -rf $(VENV) .cache build dist *.egg-info

@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import dataclasses
 import inspect
+import json
 import logging
 import os
 import sys
@@ -449,6 +450,8 @@ class Pretraining:
     def run(self) -> None:
         with self.memory.active():
             self.runtime.run(self.train, [])
+        for milliseconds in self.runtime.recoveries if self.rank == 0 else []:
+            print(f"recovery: {json.dumps(milliseconds)}", flush=True)
         if self.writer is not None:
             self.writer.close()
         if self.args.save_final:
@@ -507,7 +510,7 @@ def rendezvous(rank: int, world_size: int) -> dist.Store:
 
 
 def join(store: dist.TCPStore, rank: int, world_size: int) -> dist.Store:
-    restartable_gloo.register(peer_failure_grace=2.0)
+    restartable_gloo.register(peer_failure_grace=5.0)
     dist.init_process_group(
         "restartable_gloo", store=dist.PrefixStore("groups", store), rank=rank, world_size=world_size
     )

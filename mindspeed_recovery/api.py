@@ -6,7 +6,9 @@ Nothing here imports torch before `enable` is called.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -54,11 +56,15 @@ def track(
             name=name or _default_name(location),
             location=location,
             policy=_policy(policy),
-            fields=tuple(options.pop("fields", ())),
+            fields=_names(options.pop("fields", ())),
             clear=Location.parse(clear) if isinstance(clear, str) else clear,
             source=_caller(),
             **options,
         )
+
+    unknown = set(options) - {field.name for field in dataclasses.fields(StateSpec)}
+    if unknown:
+        raise StateError(f"track(): unknown option '{min(unknown)}'")
 
     if target is not None:
         _declare(declare(target))
@@ -68,7 +74,8 @@ def track(
         text = f"{thing.__module__}:{thing.__qualname__}"  # type: ignore[attr-defined]
         if isinstance(thing, type) and attr is None:
             raise StateError(f"{text}: name the class attribute that is the state: @track(..., attr='tracker')")
-        _declare(declare(f"{text}.{attr}" if attr else text))
+        # The name is bound in its module only when the decorator has returned: adopted with the next step.
+        _declare(declare(f"{text}.{attr}" if attr else text), now=False)
         return thing
 
     return decorate
@@ -147,16 +154,19 @@ def enable(
 def disable() -> None:
     """Undo `enable`: plain containers stand where recovery-aware ones stood, with their contents. Idempotent."""
     global _active
-    if _active is not None:
-        _active.close()
-        _active = None
+    session, _active = _active, None
+    if session is not None:
+        session.close()
 
 
-def _declare(spec: StateSpec) -> None:
-    if spec.name in _declared:
-        raise StateError(f"state '{spec.name}' ({spec.source}) is declared already ({_declared[spec.name].source})")
+def _declare(spec: StateSpec, *, now: bool = True) -> None:
+    for other in _declared.values():
+        if other.name == spec.name or (other.location, other.on, other.fields) == (spec.location, spec.on, spec.fields):
+            raise StateError(
+                f"state '{spec.name}' ({spec.source}) is declared already, as '{other.name}' ({other.source})"
+            )
     if _active is not None:
-        _active.track(spec)
+        _active.track(spec, now=now)
     _declared[spec.name] = spec
 
 
@@ -167,10 +177,17 @@ def _policy(policy: Policy | str) -> Policy:
         raise StateError(f"unknown policy '{policy}'; one of {', '.join(map(str, Policy))}") from None
 
 
+def _names(fields: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(fields, str):
+        raise StateError(f"fields: write a list of names, ['{fields}']")
+    return tuple(fields)
+
+
 def _default_name(location: Location) -> str:
-    return (
-        ".".join((*location.module.split("."), *location.path)).lower().replace("_", "-").replace(".-", ".").strip("-.")
+    parts = (
+        re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-") for part in (*location.module.split("."), *location.path)
     )
+    return ".".join(part for part in parts if part)
 
 
 def _caller() -> str:

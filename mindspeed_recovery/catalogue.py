@@ -71,7 +71,10 @@ class Catalogue:
 
     def version(self) -> Version | None:
         """The version of the package that is loaded or, failing that, installed; None if there is none."""
-        place = self.version_from.place() if self.version_from else None
+        try:
+            place = self.version_from.place() if self.version_from else None
+        except LocationError as error:
+            raise CatalogueError(f"{self.file}: key 'version_from': {error}") from None
         text = place.get() if place else None
         if text is None and self.package is not None:
             try:
@@ -93,10 +96,11 @@ class Catalogue:
 
 def shipped() -> list[Path]:
     """The catalogue files that come with the package."""
-    folder = resources.files("mindspeed_recovery.patches")
-    return sorted(
-        (Path(str(item)) for item in folder.iterdir() if item.name.endswith(".toml")), key=lambda path: path.name
-    )
+    try:
+        folder = Path(str(resources.files("mindspeed_recovery.patches")))
+    except ModuleNotFoundError:  # a source checkout on the path, not installed
+        folder = Path(__file__).resolve().parent.parent / "patches"
+    return sorted(folder.glob("*.toml"))
 
 
 def installed_states(files: Iterable[Path | str]) -> list[StateSpec]:
@@ -128,7 +132,7 @@ def parse(text: str, file: str) -> Catalogue:
     """Parse the text of a file; ``file`` names it in messages."""
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers and nesting beyond what Python reads
         raise CatalogueError(f"{file}: not TOML: {error}") from None
     _check_keys(data, _FILE_KEYS, file)
     package = _typed(data, "package", str, file)

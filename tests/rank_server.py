@@ -8,6 +8,7 @@ and the job's ``options``). Answers with one line: the exit code of each rank, -
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import functools
 import importlib
@@ -28,6 +29,8 @@ def _run_rank(example: Any, job: dict[str, Any], rank: int, listener: socket.soc
     import torch
     import torch.distributed as dist
 
+    import mindspeed_recovery.api
+
     world_size = job["world_size"]
     store = dist.TCPStore(
         "127.0.0.1",
@@ -45,6 +48,10 @@ def _run_rank(example: Any, job: dict[str, Any], rank: int, listener: socket.soc
         module, name = job["prepare"].split(":")
         prepare = functools.partial(getattr(importlib.import_module(module), name), **job.get("options", {}))
     example.pretrain(args, rank, world_size, example.join(store, rank, world_size), prepare)
+    session = mindspeed_recovery.api._active
+    if session is not None:
+        reports = [dataclasses.asdict(report) for report in session.reports]
+        Path(job["out"], f"rank{rank}.reports.json").write_text(json.dumps(reports))
     store.add("ended", 1)
     deadline = time.monotonic() + 20
     while rank == 0 and store.add("ended", 0) < world_size and time.monotonic() < deadline:

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from typing import Any
+
+from torch import Tensor
 
 from mindspeed_recovery.core import memory, values
 from mindspeed_recovery.core.location import Location, Place
@@ -21,15 +22,25 @@ def reset(place: Place, spec: StateSpec) -> None:
     if value is None:
         return
     if spec.to == "zeros":
-        storages = {}
+        if isinstance(value, (bool, int, float)):
+            place.set(type(value)())
         for _, tensor in values.tensors(value):
-            storages[tensor.untyped_storage()._cdata] = tensor
-        for tensor in storages.values():
-            memory.refresh_zeros(tensor)
+            _zero(tensor)
     elif spec.to == "empty":
         _clear(place, value)
     else:
         place.set(None if spec.to == "none" else spec.to)
+
+
+def _zero(tensor: Tensor) -> None:
+    """Make the tensor zeros, and its whole storage safe; a safe part of a larger storage leaves the rest alone."""
+    if memory.nbytes(tensor) > tensor.numel() * tensor.element_size():
+        try:
+            tensor.detach().zero_()
+            return
+        except RuntimeError:  # unsafe: only the whole storage can be made safe
+            pass
+    memory.refresh_zeros(tensor)
 
 
 def run_clear(function: Location) -> None:
@@ -49,8 +60,8 @@ def drop(place: Place, spec: StateSpec) -> None:
         clear()
     elif isinstance(value, _CLEARABLE):
         value.clear()
-    else:
-        place.set(None)
+    elif not callable(value):  # a function that has no cache (any more) holds nothing
+        place.remove()
 
 
 def cache_clear(function: Any) -> Any:
@@ -78,8 +89,3 @@ def check_function(function: Location) -> None:
     place = function.place()
     if place is not None and not callable(place.get()):
         raise LocationError(f"{function}: is not callable")
-
-
-def loaded(location: Location) -> bool:
-    """Whether the module of a location is imported."""
-    return location.module in sys.modules

@@ -13,9 +13,10 @@ import gc
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from functools import cache
 from types import FrameType, ModuleType
 from typing import Any
+
+import torch
 
 from mindspeed_recovery.core.location import Place
 from mindspeed_recovery.errors import QuarantineError, StateError
@@ -41,8 +42,7 @@ _ALWAYS = {
 }  # fmt: skip
 
 
-@cache
-def container_class(base: Any) -> type:
+def _container_class(base: Any) -> type:
     """The recovery-aware subclass of a plain type: nothing but how it pickles differs."""
     reduce = _REDUCE[base]
     namespace = {
@@ -54,9 +54,30 @@ def container_class(base: Any) -> type:
     return type(f"Recovery{base.__name__[0].upper()}{base.__name__[1:]}", (base,), namespace)
 
 
+CONTAINERS: dict[Any, Any] = {base: _container_class(base) for base in _REDUCE}
+"""For each plain type the recovery-aware one."""
+
+_LOADABLE = (dict, list, deque, defaultdict)
+
+
+def allow_loading() -> Callable[[], None]:
+    """Let ``torch.load(weights_only=True)`` of this process rebuild containers: they pickle as calls of the plain types,
+    which torch does not allow by itself. Returns the inverse."""
+    before = torch.serialization.get_safe_globals()
+    added = [kind for kind in _LOADABLE if kind not in before]
+    torch.serialization.add_safe_globals(list(added))
+
+    def undo() -> None:
+        now = torch.serialization.get_safe_globals()
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals([kind for kind in now if kind not in added])
+
+    return undo
+
+
 def is_container(value: Any) -> bool:
     """Whether quarantine can take ``value`` as it is."""
-    return any(type(value) is container_class(base) for base in _REDUCE) or _is_plain_object(value)
+    return is_quarantined(value) or type(value) in CONTAINERS.values() or _is_plain_object(value)
 
 
 def _is_plain_object(value: Any) -> bool:
@@ -83,7 +104,7 @@ def contain(place: Place) -> list[str]:
         raise StateError(
             f"{place.path}: a {base.__name__} cannot be put in quarantine; take 'quarantine' out of its entry"
         )
-    new = container_class(base)
+    new = CONTAINERS[base]
     arguments = _PLAIN_COPY.get(base)
     container = new(*arguments(value)) if arguments else new(value)
     place.set(container)
@@ -93,7 +114,7 @@ def contain(place: Place) -> list[str]:
 def release(place: Place) -> None:
     """The inverse of `contain`: a plain object with the same contents, here and where modules and classes hold it."""
     value = place.get()
-    base = next((base for base in _REDUCE if type(value) is container_class(base)), None)
+    base = next((base for base, new in CONTAINERS.items() if type(value) is new), None)
     if base is not None:
         arguments = _PLAIN_COPY.get(base)
         plain = base(*arguments(value)) if arguments else base(value)
@@ -132,7 +153,11 @@ def _owner_of_namespace(namespace: Any) -> Any:
 
 
 class Quarantine:
-    """One container in quarantine. Make it with `Quarantine(...)`, end it with `lift`. Any thread."""
+    """One container in quarantine. Make it with `Quarantine(...)`, end it with `lift`. Any thread.
+
+    A dict, list or deque keeps its length: a stand-in that raises takes the place of each value. The training thread may
+    be in the middle of a loop over it, and must meet this error, not one about a changed size that no runtime knows.
+    """
 
     def __init__(self, value: Any, state: str, location: str) -> None:
         self._value = value
@@ -140,41 +165,76 @@ class Quarantine:
         plain = next((base for base in _REDUCE if isinstance(value, base)), None)
         # The class is swapped first: from then on nobody can add to contents that are being moved.
         object.__setattr__(value, "__class__", _quarantined_class(self._live_class, plain, state, location))
-        self._contents = _OBJECT if plain is None else _MOVES[plain]
-        self._parked = self._contents.out(value)
-
-    @property
-    def value(self) -> Any:
-        """The container itself."""
-        return self._value
+        self._parked = _park(value, plain, _quarantined_class(object, None, state, location))
+        self._plain = plain
 
     def lift(self) -> None:
         """Give the contents back; the container works again. Idempotent."""
         if type(self._value) is self._live_class:
             return
-        self._contents.back(self._value, self._parked)
+        _put_back(self._value, self._plain, self._parked)
         object.__setattr__(self._value, "__class__", self._live_class)
         self._parked = None
 
 
-def _quarantined_class(live: type, plain: type | None, state: str, location: str) -> type:
+def is_quarantined(value: Any) -> bool:
+    """Whether ``value`` is in quarantine, for whichever state."""
+    return "_quarantined_state" in vars(type(value))
+
+
+def _park(value: Any, plain: Any, stand_in: type) -> Any:
+    """Move the contents out of ``value``, past what its class says now; return them."""
+    if plain is None:
+        namespace = object.__getattribute__(value, "__dict__")
+        parked = dict(namespace)
+        namespace.clear()
+        return parked
+    if plain is set:  # it cannot keep its size without its elements; nobody reaches them now but through C
+        return None
+    pairs = list(plain.items(value)) if hasattr(plain, "items") else list(enumerate(plain.__iter__(value)))
+    for key, _ in pairs:
+        plain.__setitem__(value, key, stand_in())
+    return pairs
+
+
+def _put_back(value: Any, plain: Any, parked: Any) -> None:
+    if plain is None:
+        namespace = object.__getattribute__(value, "__dict__")
+        namespace.clear()
+        namespace.update(parked)
+    elif plain is not set:
+        for key, item in parked:
+            plain.__setitem__(value, key, item)
+
+
+def _quarantined_class(live: type, plain: Any, state: str, location: str) -> type:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise QuarantineError(state, location)
 
     def show(self: Any, *args: Any) -> str:
         return f"<{live.__name__} of state '{state}' in quarantine>"
 
-    namespace: dict[str, Any] = {name: refuse for name in dir(plain or live) if name not in _ALWAYS}
-    namespace |= {
-        "__slots__": (),
-        "__module__": live.__module__,
-        "__repr__": show,
-        "__str__": show,
-        "__reduce_ex__": refuse,
-    }
+    names = {name for name in dir(plain or live) if name not in _ALWAYS} | {"__hash__", "__reduce_ex__"}
     if plain is None:
-        namespace |= {"__getattribute__": _guard(refuse), "__setattr__": refuse, "__delattr__": refuse}
-        namespace.pop("__class__", None)
+        names |= {
+            "__setattr__",
+            "__delattr__",
+            "__bool__",
+            "__len__",
+            "__iter__",
+            "__contains__",
+            "__getitem__",
+            "__call__",
+        }
+    namespace: dict[str, Any] = {
+        # Not everything is a method: deque.maxlen is read, not called.
+        name: refuse if callable(getattr(plain or live, name, refuse)) else property(refuse)
+        for name in names
+    }
+    namespace |= {"__module__": live.__module__, "__repr__": show, "__str__": show, "_quarantined_state": state}
+    namespace["__slots__"] = ()
+    if plain is None:
+        namespace["__getattribute__"] = _guard(refuse)
     return type(live.__name__, (live,), namespace)
 
 
@@ -183,40 +243,3 @@ def _guard(refuse: Callable[..., Any]) -> Callable[[Any, str], Any]:
         return object.__getattribute__(self, name) if name in ("__class__", "__repr__") else refuse(self)
 
     return __getattribute__
-
-
-class _Moves:
-    """How the contents of one kind of container are taken out and put back, past whatever its class says."""
-
-    def __init__(self, plain: Any, adder: str) -> None:
-        self._plain, self._add = plain, getattr(plain, adder)
-
-    def out(self, value: Any) -> Any:
-        parked = list(self._plain.items(value)) if hasattr(self._plain, "items") else list(self._plain.__iter__(value))
-        self._plain.clear(value)
-        return parked
-
-    def back(self, value: Any, parked: Any) -> None:
-        self._add(value, parked)
-
-
-class _ObjectMoves:
-    def out(self, value: Any) -> Any:
-        namespace = object.__getattribute__(value, "__dict__")
-        parked = dict(namespace)
-        namespace.clear()
-        return parked
-
-    def back(self, value: Any, parked: Any) -> None:
-        object.__getattribute__(value, "__dict__").update(parked)
-
-
-_MOVES: dict[Any, _Moves] = {
-    dict: _Moves(dict, "update"),
-    OrderedDict: _Moves(OrderedDict, "update"),
-    defaultdict: _Moves(defaultdict, "update"),
-    list: _Moves(list, "extend"),
-    deque: _Moves(deque, "extend"),
-    set: _Moves(set, "update"),
-}
-_OBJECT: Any = _ObjectMoves()

@@ -21,16 +21,18 @@ from mindspeed_recovery.core.values import Buffers, Capture
 
 @dataclass
 class StateCopy:
-    """One state's copy in one slot; valid only when it was wholly taken and its transfer has finished."""
+    """One state's copy in one slot. ``whole``: all of it was taken; ``arrived``: its transfer is known to have finished."""
 
     buffers: Buffers
     step: int = -1
-    valid: bool = False
-    taken: dict[str, Capture] = field(default_factory=dict)
+    whole: bool = False
+    arrived: bool = False
+    taken_at: float = 0.0
+    captures: dict[str, tuple[Place, Capture]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
-        return sum(capture.nbytes for capture in self.taken.values())
+        return sum(capture.nbytes for _, capture in self.captures.values())
 
 
 class Slot:
@@ -41,16 +43,14 @@ class Slot:
         self.step = -1
         self._host_empty = host_empty
         self._copies: dict[str, StateCopy] = {}
-        self._pending: torch.Event | None = None
-        self._enqueued_at = float("inf")
+        self._reached: torch.Event | None = None
 
     def begin(self, step: int) -> None:
         """From here on nothing in the slot is valid until it has been taken again."""
         self.step = step
-        self._pending = None
+        self._reached = None
         for copy in self._copies.values():
-            copy.valid = False
-        self._enqueued_at = time.time()
+            copy.whole = copy.arrived = False
 
     def take(self, spec: StateSpec, places: list[Place], step: int | None = None) -> None:
         """Copy one state, for the slot's step unless another is given. On an error the copy stays invalid and the error
@@ -58,15 +58,18 @@ class Slot:
         copy = self._copies.get(spec.name)
         if copy is None:
             copy = self._copies[spec.name] = StateCopy(Buffers(self._host_empty))
-        copy.valid, copy.step = False, self.step if step is None else step
-        copy.taken = {place.path: Capture(place.get(), copy.buffers, place.path) for place in places}
-        copy.valid = True
+        copy.whole = copy.arrived = False
+        copy.step = self.step if step is None else step
+        copy.captures = {place.path: (place, Capture(place.get(), copy.buffers, place.path)) for place in places}
+        copy.buffers.sweep()
+        copy.whole, copy.taken_at = True, time.time()
+        copy.arrived = not torch.accelerator.is_available()  # without a device a copy is done when it returns
 
     def enqueued(self) -> None:
         """All copies of the step are on their way: note the point on the stream that must be reached first."""
         if torch.accelerator.is_available():
-            self._pending = torch.Event()
-            self._pending.record()
+            self._reached = torch.Event()
+            self._reached.record()
 
     def settle(self) -> None:
         """Confirm that the transfers have finished. Healthy state only: after *stop* no device event may be touched.
@@ -74,22 +77,23 @@ class Slot:
         A synchronisation of the framework's own (the gradient norm's ``item()``, the loss) has normally passed by then;
         otherwise this waits for it.
         """
-        if self._pending is not None:
-            self._pending.synchronize()
-            self._pending = None
+        if self._reached is not None:
+            self._reached.synchronize()
+            self._reached = None
+            for copy in self._copies.values():
+                copy.arrived = copy.whole
 
     def get(self, name: str, step: int) -> StateCopy | None:
         """The valid copy of a state at this step, if there is one. Touches no device."""
         copy = self._copies.get(name)
-        usable = copy is not None and copy.valid and copy.step == step and self._pending is None
-        return copy if usable else None
+        return copy if copy is not None and copy.step == step and copy.whole and copy.arrived else None
 
     def discard(self, *, after_step: int | None = None, since: float | None = None) -> None:
-        """Make copies of a step later than ``after_step``, or enqueued at or after time ``since``, invalid."""
-        distrusted = since is not None and self._enqueued_at >= since
+        """Make copies of a step later than ``after_step``, or taken at or after time ``since``, invalid."""
         for copy in self._copies.values():
-            if distrusted or (after_step is not None and copy.step > after_step):
-                copy.valid = False
+            late = after_step is not None and copy.step > after_step
+            if late or (since is not None and copy.taken_at >= since):
+                copy.whole = False
 
     @property
     def nbytes(self) -> int:
@@ -109,8 +113,9 @@ class Copies:
 
     def source(self, spec: StateSpec, rollback_step: int, replay: bool) -> tuple[str, StateCopy] | None:
         """The copy that holds the state as of the end of ``rollback_step``, with its name; where the log line will be
-        replayed, as of the moment before it."""
-        copy = self.start.get(spec.name, rollback_step + 1)
+        replayed, as of the moment before it if the state changes with it."""
+        before_logging = replay and (spec.settled == "after-logging" or spec.replay)
+        copy = None if before_logging else self.start.get(spec.name, rollback_step + 1)
         if copy is not None:
             return f"start({rollback_step + 1})", copy
         if spec.settled == "after-update" or (spec.settled == "after-logging" and not replay):
@@ -118,20 +123,20 @@ class Copies:
         copy = self.update.get(spec.name, rollback_step)
         return (f"update({rollback_step})", copy) if copy is not None else None
 
-    def interrupted_at(self, spec: StateSpec, rollback_step: int) -> bool:
-        """Whether the rank stopped while it was taking a copy of exactly this state's moment."""
-        if self.taking is self.start:
-            return self.start.step == rollback_step + 1
-        if self.taking is self.update:
-            return self.update.step == rollback_step and spec.settled == "before-update"
-        return False
+    def live_is(self, spec: StateSpec, rollback_step: int) -> bool:
+        """Whether the live value (if safe) is that of the end of ``rollback_step``: the rank stopped while it was taking
+        a copy of that moment, or the state changes only after the update and no later one has come near."""
+        if self.taking is self.start and self.start.step == rollback_step + 1:
+            return True
+        if self.taking is self.update and self.update.step == rollback_step:
+            return spec.settled == "before-update" or spec.replay
+        begun = self.start.step == rollback_step + 1 and self.update.step <= rollback_step
+        return begun and spec.settled == "after-update"
 
     def discard(self, *, after_step: int | None = None, since: float | None = None) -> None:
-        if after_step is not None:
-            self.start.discard(after_step=after_step + 1)
-            self.update.discard(after_step=after_step)
-        self.start.discard(since=since)
-        self.update.discard(since=since)
+        """See `Slot.discard`; ``after_step`` is the step that is rolled back to."""
+        self.start.discard(after_step=None if after_step is None else after_step + 1, since=since)
+        self.update.discard(after_step=after_step, since=since)
 
     @property
     def nbytes(self) -> int:

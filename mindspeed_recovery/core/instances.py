@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mindspeed_recovery.core.values import key_text
+
 _LEAVES = (
     str,
     bytes,
@@ -73,11 +75,9 @@ def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
-        # A mapping of plain numbers or text (a vocabulary, say) leads nowhere and can be huge.
-        for key, item in list(value.items()) if isinstance(value, dict) else ():
-            if isinstance(item, _LEAVES):
-                continue
-            yield f"[{key!r}]" if isinstance(key, (str, int)) else "[…]", item
+        for index, (key, item) in enumerate(list(value.items()) if isinstance(value, dict) else ()):
+            if not isinstance(item, _LEAVES):
+                yield key_text(key, index), item
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
             if not isinstance(item, _LEAVES):

@@ -42,6 +42,13 @@ class Place:
         else:
             setattr(self.holder, self.attribute, value)
 
+    def remove(self) -> None:
+        """Take the value away: an item leaves its dict, an attribute becomes None."""
+        if isinstance(self.holder, dict):
+            self.holder.pop(self.attribute, None)
+        else:
+            self.set(None)
+
 
 @dataclass(frozen=True)
 class Location:
@@ -131,12 +138,18 @@ def attribute_names(cls: type) -> set[str]:
 
 def _mentioned(value: Any) -> Iterator[str]:
     if isinstance(value, property):
-        for accessor in (value.fget, value.fset):
+        for accessor in (value.fget, value.fset, value.fdel):
             yield from _mentioned(accessor)
         return
-    function = getattr(value, "__wrapped__", None) or getattr(value, "__func__", value)
-    if isinstance(function, FunctionType):
-        yield from _code_names(function.__code__)
+    function, seen = value, 0
+    while function is not None and seen < 10:  # below static and class methods, cached properties and wrappers
+        if isinstance(function, FunctionType):
+            yield from _code_names(function.__code__)
+        seen += 1
+        function = next((inner for name in _INNER if (inner := getattr(function, name, None)) is not None), None)
+
+
+_INNER = ("__wrapped__", "__func__", "func")
 
 
 def _code_names(code: CodeType) -> Iterator[str]:

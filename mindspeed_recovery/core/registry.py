@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +71,17 @@ class TrackedState:
             yield from values.tensors(place.get(), place.path)
 
 
+@contextmanager
+def naming(state: TrackedState) -> Iterator[None]:
+    """Put the state's name and the place of its declaration before the text of an error."""
+    try:
+        yield
+    except (LocationError, StateError) as error:
+        raise type(error)(f"state '{state.name}' ({state.spec.source}): {error}") from None
+    except RecursionError:
+        raise StateError(f"state '{state.name}' ({state.spec.source}): its value contains itself") from None
+
+
 class Registry:
     """Declared states by name. Declared and adopted on the training thread, read on the runtime's."""
 
@@ -119,12 +131,13 @@ class Registry:
     def find_owners(self, roots: Mapping[str, Any]) -> None:
         """Find the objects that hold the states on instances. Walks the object graph once.
 
-        Raises LocationError for an absent class, or an attribute that no code of the class mentions.
+        Raises LocationError, naming the entry, for an absent class or an attribute that no code of the class mentions.
         """
         classes: dict[str, type] = {}
         for state in self:
             if state.spec.on == "instances" and state.spec.policy is not Policy.IGNORED:
-                owner = state.spec.location.owner_class()
+                with naming(state):
+                    owner = state.spec.location.owner_class()
                 if owner is not None:
                     classes[state.name] = owner
         found = instances.find(roots, set(classes.values()))
@@ -137,7 +150,7 @@ class Registry:
         spec, strangers = state.spec, []
         for place in state.whole() if spec.quarantine else ():
             strangers += [f"{place.path}: {holder}" for holder in container.contain(place)]
-        for place in state.places():
+        for place in () if state.unprotected else state.places():
             if spec.policy is Policy.CONSTANT and place.path not in state.constants and place.get() is not None:
                 state.constants[place.path] = Capture(place.get(), buffers, f"{spec.name} {place.path}")
         if spec.clear is not None:
@@ -150,13 +163,14 @@ class Registry:
             container.release(place)
 
     def describe(self, state: TrackedState) -> dict[str, Any]:
-        """Name, policy, location, source, places and device bytes of a state, for people."""
-        tensors = {tensor.untyped_storage()._cdata: nbytes(tensor) for _, tensor in state.tensors()}
+        """Name, policy, location, source, number of places here and bytes of a state, for people."""
+        places = [] if state.spec.policy is Policy.IGNORED else [p for p in state.places() if p.get() is not None]
+        leaves = [tensor for place in places for _, tensor in values.tensors(place.get())]
         return {
             "name": state.name,
             "policy": str(state.spec.policy),
             "location": str(state.spec.location),
             "source": state.spec.source,
-            "places": len(state.places()),
-            "bytes": sum(tensors.values()),
+            "places": len(places),
+            "bytes": sum({tensor.untyped_storage()._cdata: nbytes(tensor) for tensor in leaves}.values()),
         }

@@ -15,6 +15,8 @@ class Outcome:
     source: str = ""
     tried: list[str] = field(default_factory=list)
     error: str = ""
+    fatal: bool = False
+    """The state is one without which training is wrong (``on_missing = "error"``)."""
 
 
 @dataclass
@@ -33,6 +35,11 @@ class Report:
         """One line for each state that is not exact, and for each tracked tensor that is still unsafe."""
         lines = [f"{o.state}: {o.error}" for o in self.outcomes.values() if o.error]
         return lines + [f"{path}: still unsafe after rollback" for path in self.unsafe]
+
+    @property
+    def fatal(self) -> bool:
+        """Whether training must not go on."""
+        return any(outcome.fatal for outcome in self.outcomes.values())
 
     @property
     def exact(self) -> bool:

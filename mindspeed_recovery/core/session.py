@@ -11,20 +11,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from mindspeed_recovery.core import actions
-from mindspeed_recovery.core.container import Quarantine
-from mindspeed_recovery.core.copies import Copies, Slot
+from mindspeed_recovery.core import actions, container
+from mindspeed_recovery.core.copies import Copies, Slot, StateCopy
+from mindspeed_recovery.core.location import Place
 from mindspeed_recovery.core.memory import DeviceMemory, PlainMemory
 from mindspeed_recovery.core.policy import Policy, StateSpec
-from mindspeed_recovery.core.registry import Registry, TrackedState
+from mindspeed_recovery.core.registry import Registry, TrackedState, naming
 from mindspeed_recovery.core.report import Outcome, Report
-from mindspeed_recovery.core.values import Buffers
+from mindspeed_recovery.core.values import Buffers, Capture, Written
 from mindspeed_recovery.errors import FORCE_STOP, QuarantineError, RecoveryError, RecoveryFailed
 
 logger = logging.getLogger("mindspeed_recovery")
@@ -58,57 +59,58 @@ class Session:
         self._is_fault = is_fault or (lambda error: str(error).startswith(FORCE_STOP))
         self._constants = Buffers(self.memory.host_empty)
         self._constants_checked = False
+        self._measured: set[str] = set()
+        self._owners_known = True
+        self._warned = False
+        self._undo_loading: Callable[[], None] = lambda: None
         self._gate = threading.Lock()
         self._recovering = False
         self._report = Report(0)
-        self._quarantines: dict[str, list[Quarantine]] = {}
+        self._quarantines: dict[str, list[container.Quarantine]] = {}
 
     # ---- start ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Adopt what stands now. Raises LocationError, naming the entry, for a location that cannot be right."""
+        """Adopt what stands now. Raises LocationError or StateError, naming the entry, for one that cannot be right."""
+        self._undo_loading = container.allow_loading()
         with self._quiet():
             self.registry.find_owners(self._roots)
             for state in self._protected():
-                try:
-                    strangers = self.registry.adopt(state, self._constants)
-                except RecoveryError as error:
-                    raise type(error)(f"state '{state.name}' ({state.spec.source}): {error}") from None
-                for holder in strangers:
-                    logger.warning("state '%s': %s still holds the object that stood there before", state.name, holder)
-                self._check_size(state)
+                with naming(state):
+                    self._adopt(state)
 
-    def track(self, spec: StateSpec) -> None:
-        """Declare and adopt one more state. Raises StateError or LocationError and tracks nothing then."""
+    def track(self, spec: StateSpec, *, now: bool = True) -> None:
+        """Declare one more state and adopt it, or leave that to the next step if not ``now``.
+
+        Raises StateError or LocationError and tracks nothing then.
+        """
         state = self.registry.add(spec)
+        self._owners_known = False
+        if not now:
+            return
         try:
             self.registry.find_owners(self._roots)
-            self.registry.adopt(state, self._constants)
+            with naming(state):
+                self._adopt(state)
         except RecoveryError:
             self.registry.remove(spec.name)
             raise
-        self._check_size(state)
 
     def untrack(self, name: str) -> None:
         """Stop tracking a state; a plain container stands in its place again. Raises KeyError for an unknown name."""
         self._lift(name)
-        self.registry.release(self.registry[name])
+        state = self.registry[name]
         self.registry.remove(name)
+        self.registry.release(state)
 
     def close(self) -> None:
         """Track nothing any more: the inverse of `start`. The session is not used afterwards."""
         for state in list(self.registry):
-            self.untrack(state.name)
-
-    def _check_size(self, state: TrackedState) -> None:
-        if state.spec.large or not (state.spec.policy.copied or state.spec.policy is Policy.CONSTANT):
-            return
-        size = self.registry.describe(state)["bytes"]
-        if size > LARGE_BYTES:
-            state.unprotected = (
-                f"{size} bytes are above the limit of {LARGE_BYTES} for host copies; declare it with large = true"
-            )
-            logger.warning("state '%s' is not copied: %s", state.name, state.unprotected)
+            try:
+                self.untrack(state.name)
+            except RecoveryError as error:
+                logger.debug("state '%s' is not where it was: %s", state.name, error)
+        self._undo_loading()
 
     def summary(self) -> str:
         """What is tracked, in one line."""
@@ -119,6 +121,25 @@ class Session:
             f"{len(described)} states tracked, {len(here)} present here "
             f"({size} bytes, {self.copies.nbytes} bytes in host copies)"
         )
+
+    def _adopt(self, state: TrackedState) -> None:
+        self._check_size(state)
+        for holder in self.registry.adopt(state, self._constants):
+            logger.warning("state '%s': %s still holds the object that stood there before", state.name, holder)
+
+    def _check_size(self, state: TrackedState) -> None:
+        """Once there is something to measure: a large state is copied only if its declaration says so."""
+        copied = state.spec.policy.copied or state.spec.policy is Policy.CONSTANT
+        if state.name in self._measured or state.spec.large or not copied:
+            return
+        size = self.registry.describe(state)["bytes"]
+        if size:
+            self._measured.add(state.name)
+        if size > LARGE_BYTES:
+            state.unprotected = (
+                f"{size} bytes, above the limit of {LARGE_BYTES} for host copies; declare it with large = true"
+            )
+            logger.warning("state '%s' is not copied: %s", state.name, state.unprotected)
 
     def _protected(self) -> Iterator[TrackedState]:
         return (state for state in self.registry if state.spec.policy is not Policy.IGNORED)
@@ -137,30 +158,35 @@ class Session:
     def after_log(self, step: int) -> None:
         """The log line of ``step`` is written: states that change with it are copied for ``start(step + 1)`` now, since an
         evaluation or a checkpoint may come before that."""
-        for state in self._protected():
-            if state.spec.settled == "after-logging" and not self._recovering and not state.unprotected:
-                try:
-                    self.copies.start.take(state.spec, state.places(), step + 1)
-                except Exception as error:
-                    self._swallow(error, state)
+        if self._recovering:
+            return
+        states = [s for s in self._protected() if s.spec.settled == "after-logging" and not s.unprotected]
+        for state in states:
+            with self._harmless(state), torch.no_grad():
+                self.copies.start.take(state.spec, state.places(), step + 1)
+        if states:
+            with self._harmless(None):
+                self.copies.start.enqueued()
+                self.copies.start.settle()  # logging has waited for the device just now
 
     def _commit(self, slot: Slot, other: Slot, step: int) -> None:
         if self._recovering:
             return
-        try:
+        with self._harmless(None):
             other.settle()
-        except Exception as error:
-            self._swallow(error, None)
         self.copies.taking = slot
         slot.begin(step)
+        if not self._owners_known:
+            with self._harmless(None):
+                self.registry.find_owners(self._roots)
+                self._owners_known = True
         with torch.no_grad():
             for state in self._protected():
                 if self._recovering:
                     return
-                try:
+                with self._harmless(state):
                     self._commit_state(state, slot)
-                except Exception as error:
-                    self._swallow(error, state)
+        with self._harmless(None):
             slot.enqueued()
         with self._gate:
             if not self._recovering:
@@ -172,12 +198,14 @@ class Session:
             return
         spec = state.spec
         if spec.quarantine or spec.policy is Policy.CONSTANT:
-            self.registry.adopt(state, self._constants)
+            self._adopt(state)
         if spec.policy is Policy.CONSTANT and not self._constants_checked:
             self._check_constants(state)
         wanted = spec.policy.copied and (slot is self.copies.start or spec.settled != "after-update")
         if wanted or (spec.replay and slot is self.copies.update):
-            slot.take(spec, state.places())
+            self._check_size(state)
+            if not state.unprotected:
+                slot.take(spec, state.places())
 
     def _check_constants(self, state: TrackedState) -> None:
         for place in state.places():
@@ -189,17 +217,26 @@ class Session:
                 del state.constants[place.path]
         self.registry.adopt(state, self._constants)
 
-    def _swallow(self, error: Exception, state: TrackedState | None) -> None:
+    @contextmanager
+    def _harmless(self, state: TrackedState | None) -> Iterator[None]:
         """A bug of ours in a healthy step must not end training; a fault of the device must reach the runtime."""
-        if self._recovering or isinstance(error, QuarantineError):
-            return
-        if self._is_fault(error):
-            raise error
-        if state is None:
-            logger.warning("a copy could not be confirmed: %s", error)
-            return
-        state.unprotected = f"{type(error).__name__}: {error}"
-        logger.warning("state '%s' is not protected any more, training goes on: %s", state.name, state.unprotected)
+        try:
+            yield
+        except Exception as error:
+            if self._recovering or isinstance(error, QuarantineError):
+                return
+            if self._is_fault(error):
+                raise
+            if state is not None:
+                state.unprotected = f"{type(error).__name__}: {error}"
+                logger.warning(
+                    "state '%s' is not protected any more, training goes on: %s", state.name, state.unprotected
+                )
+            elif not self._warned:
+                self._warned = True
+                logger.warning(
+                    "the copies of this step may be missing, training goes on: %s: %s", type(error).__name__, error
+                )
 
     # ---- recovery, on the runtime's thread -------------------------------------------------------------------------
 
@@ -223,8 +260,9 @@ class Session:
                         quarantines = self._quarantines[state.name] = []
                         self.registry.adopt(state, self._constants)
                         for place in state.whole():
-                            if place.get() is not None:
-                                quarantines.append(Quarantine(place.get(), state.name, place.path))
+                            value = place.get()
+                            if value is not None and not container.is_quarantined(value):
+                                quarantines.append(container.Quarantine(value, state.name, place.path))
 
     def before_rollback(self, step: int, *, replay: bool = False) -> None:
         """All ranks: put every state to the end of ``step``; quarantine ends.
@@ -246,7 +284,8 @@ class Session:
         """All ranks: reset the trackers again, put the rank's own states to the step once more (the rollback may have
         drawn random numbers), check that nothing tracked is unsafe, and open the commit gate.
 
-        Raises RecoveryFailed under ``strict`` if the report is not exact.
+        Raises RecoveryFailed if the report is not exact and the session is ``strict``, or training is wrong without one
+        of the states that could not be restored.
         """
         report = self._report
         with self._phase("check"):
@@ -260,12 +299,12 @@ class Session:
                         and outcome.source
                     ):
                         self._restore(state, report.step, False, outcome)
-                    report.unsafe += [path for path, tensor in state.tensors() if self.memory.is_unsafe(tensor)]
+                    report.unsafe += self._unsafe(state)
         self.reports.append(report)
         self._open()
         for line in report.failures:
             logger.warning("recovery %d, step %d is not exact: %s", report.number, report.step, line)
-        if self._strict and report.failures:
+        if report.fatal or (self._strict and report.failures):
             raise RecoveryFailed("the recovery is not exact: " + "; ".join(report.failures))
         return report
 
@@ -289,50 +328,75 @@ class Session:
     def _restore(self, state: TrackedState, step: int, replay: bool, outcome: Outcome) -> None:
         spec = state.spec
         if spec.policy is Policy.RESET:
-            copy = self.copies.source(spec, step, replay) if replay and spec.replay else None
-            self._reset(state)  # first of all, so that no holder keeps an unsafe tensor whatever the copy holds
-            if copy is not None:
-                outcome.action, outcome.source = "replayed", copy[0]
-                for place in state.places():
-                    _put_back(place, copy[1].taken)
+            if replay and spec.replay:
+                self._restore_sums(state, step, outcome)
+            else:
+                self._reset(state)
         elif spec.policy is Policy.DROP:
             for place in state.places():
                 actions.drop(place, spec)
         elif spec.policy is Policy.CONSTANT:
+            written: Written = {}
             for place in state.places():
-                _put_back(place, state.constants)
+                if place.path in state.constants:
+                    _put_back(place, state.constants[place.path], written)
         else:
             self._restore_copied(state, step, replay, outcome)
 
+    def _restore_sums(self, state: TrackedState, step: int, outcome: Outcome) -> None:
+        """What the tracker held before the log line of ``step``, for its replay."""
+        source = self.copies.source(state.spec, step, True)
+        if source is not None:
+            # Not upstream's clear: it would forget the groups that the sums are reduced over.
+            for place in state.places():
+                actions.reset(place, state.spec)
+            outcome.action, outcome.source = "replayed", source[0]
+            self._put_copy_back(state, source[1])
+        elif self.copies.live_is(state.spec, step) and not self._unsafe(state):
+            outcome.action = "kept"
+        else:
+            self._reset(state)
+            outcome.tried = [f"update({step})"]
+            outcome.error = f"no sums for the log line of step {step}; tried update({step})"
+
     def _restore_copied(self, state: TrackedState, step: int, replay: bool, outcome: Outcome) -> None:
-        places = state.places()
-        if all(place.get() is None for place in places):
-            outcome.action = "absent"
-            return
         source = self.copies.source(state.spec, step, replay)
         if source is not None:
             outcome.source = source[0]
-            for place in places:
-                _put_back(place, source[1].taken)
+            self._put_copy_back(state, source[1])
+            return
+        if all(place.get() is None for place in state.places()):
+            outcome.action = "absent"
             return
         outcome.tried = [f"start({step + 1})", f"update({step})"]
-        unsafe = [path for path, tensor in state.tensors() if self.memory.is_unsafe(tensor)]
-        if self.copies.interrupted_at(state.spec, step) and not unsafe:
+        unsafe = self._unsafe(state)
+        if self.copies.live_is(state.spec, step) and not unsafe:
             outcome.action = "kept"
             return
         outcome.error = (
             f"no copy of the end of step {step} ({'unsafe' if unsafe else state.unprotected or 'left as it is'}); "
             f"tried {', '.join(outcome.tried)}"
         )
-        if state.spec.on_missing == "error":
-            raise RecoveryFailed(f"state '{state.name}': {outcome.error}; training is wrong without it")
+        outcome.fatal = state.spec.on_missing == "error"
+
+    def _put_copy_back(self, state: TrackedState, copy: StateCopy) -> None:
+        here = {place.path: place for place in state.places()}
+        written: Written = {}
+        for path, (place, capture) in copy.captures.items():
+            _put_back(here.get(path, place), capture, written)
+        for path, place in here.items():
+            if path not in copy.captures:  # made by the aborted step
+                place.remove()
+
+    def _unsafe(self, state: TrackedState) -> list[str]:
+        return [path for path, tensor in state.tensors() if self.memory.is_unsafe(tensor)]
 
     def _reset(self, state: TrackedState) -> None:
-        places = state.places()
-        for place in places:
-            actions.reset(place, state.spec)
         # Upstream's clear expects the items that the first record makes: nothing to clear, nothing to call.
-        if state.spec.clear is not None and any(place.get() for place in places):
+        filled = any(_is_filled(place.get()) for place in state.whole())
+        for place in state.places():
+            actions.reset(place, state.spec)
+        if state.spec.clear is not None and filled:
             actions.run_clear(state.spec.clear)
 
     def _lift(self, name: str) -> None:
@@ -376,11 +440,12 @@ _DONE = {
 }
 
 
-def _put_back(place: Any, taken: Mapping[str, Any]) -> None:
-    capture = taken.get(place.path)
-    if capture is None:
-        return
+def _put_back(place: Place, capture: Capture, written: Written) -> None:
     current = place.get()
-    value = capture.restore(current)
+    value = capture.restore(current, written)
     if value is not current:
         place.set(value)
+
+
+def _is_filled(value: Any) -> bool:
+    return value is not None and not (isinstance(value, (dict, list, set, deque)) and not value)

@@ -9,48 +9,64 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
+from enum import Enum
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mindspeed_recovery.core import memory
 
-_SEQUENCES = (list, tuple, deque)
+_SEQUENCES = (list, tuple, deque, set, frozenset)
+_MODULE_PARTS = ("_parameters", "_buffers", "_modules")
+
+
+def key_text(key: Any, index: int) -> str:
+    """How an item of a dict is written in a path. Other keys than text and numbers are never asked for their repr."""
+    return f"[{key!r}]" if type(key) in (str, int) else f"[#{index}]"
 
 
 def children(value: Any, top: bool = False) -> Iterator[tuple[str, Any]]:
     """The parts of a value that can hold tensors, with the text that leads to each.
 
-    Dicts, lists, tuples, deques, sets and dataclass instances are followed at any depth; the attributes of any other
-    object only where it is itself the state (``top``), so that a walk never strays into the framework.
+    Dicts, sequences, sets, dataclass instances and modules are followed at any depth; the attributes of any other object
+    only where it is itself the state (``top``), so that a walk never strays into the framework.
     """
     if isinstance(value, Mapping):
-        for key, item in list(value.items()):
-            yield f"[{key!r}]", item
+        for index, (key, item) in enumerate(list(value.items())):
+            yield key_text(key, index), item
     elif isinstance(value, _SEQUENCES):
         for index, item in enumerate(list(value)):
             yield f"[{index}]", item
-    elif isinstance(value, (set, frozenset)):
-        for item in list(value):
-            yield "{…}", item
     elif is_record(value, top):
-        for key, item in list(vars(value).items()):
-            yield f".{key}", item
+        for key in _attributes(value):
+            yield f".{key}", getattr(value, key)
 
 
 def is_record(value: Any, top: bool = False) -> bool:
     """Whether the attributes of ``value`` are part of the state."""
-    if isinstance(value, (type, Tensor)) or not hasattr(value, "__dict__") or is_generator(value):
+    if isinstance(value, (type, Tensor, Enum)) or is_generator(value):
         return False
-    return dataclasses.is_dataclass(value) or (top and not callable(value))
+    if dataclasses.is_dataclass(value) or isinstance(value, nn.Module):
+        return True
+    return top and hasattr(value, "__dict__") and not callable(value)
+
+
+def _attributes(record: Any) -> list[str]:
+    if isinstance(record, nn.Module):
+        return list(_MODULE_PARTS)
+    if hasattr(record, "__dict__"):
+        return list(vars(record))
+    return [field.name for field in dataclasses.fields(record) if hasattr(record, field.name)]  # with slots
 
 
 def is_generator(value: Any) -> bool:
     """Whether ``value`` is a random number generator, by what it can do: torch's, numpy's and ``random``'s all pass."""
-    return not isinstance(value, type) and any(
+    if isinstance(value, type):
+        return False
+    return hasattr(value, "bit_generator") or any(
         callable(getattr(value, reader, None)) and callable(getattr(value, writer, None))
         for reader, writer in (("get_state", "set_state"), ("getstate", "setstate"))
     )
@@ -66,20 +82,32 @@ def tensors(value: Any, path: str = "", top: bool = True) -> Iterator[tuple[str,
 
 
 class Buffers:
-    """Host buffers of one copy slot, by path; a buffer is allocated once and used in every later step."""
+    """Host buffers of one copy, by path; a buffer is allocated once and used in every later step."""
 
     def __init__(self, host_empty: memory.HostEmpty) -> None:
         self._host_empty = host_empty
         self._buffers: dict[str, Tensor] = {}
+        self._used: set[str] = set()
 
     def get(self, path: str, size: int) -> Tensor:
         buffer = self._buffers.get(path)
         if buffer is None or buffer.numel() != size:
             buffer = self._buffers[path] = self._host_empty([size], torch.uint8)
+        self._used.add(path)
         return buffer
+
+    def sweep(self) -> None:
+        """Free the buffers that nobody has asked for since the last sweep."""
+        if len(self._used) < len(self._buffers):
+            self._buffers = {path: buffer for path, buffer in self._buffers.items() if path in self._used}
+        self._used.clear()
 
     def __len__(self) -> int:
         return len(self._buffers)
+
+
+Written = dict[int, Tensor]
+"""Storages that a restore has written, by address, with the host copy that went into each."""
 
 
 class Capture:
@@ -103,29 +131,36 @@ class Capture:
             return _TensorNode(value, host)
         if is_generator(value):
             return _GeneratorNode(value)
+        if hasattr(value, "__array_interface__"):
+            return _ArrayNode(value)
         if isinstance(value, Mapping):
-            return _DictNode({k: self._take(v, buffers, f"{path}[{k!r}]", False) for k, v in list(value.items())})
-        if isinstance(value, (*_SEQUENCES, set)):
-            kind = next(k for k in (*_SEQUENCES, set) if isinstance(value, k))
-            return _SequenceNode(
-                kind, [self._take(v, buffers, f"{path}[{i}]", False) for i, v in enumerate(list(value))]
-            )
+            items = {}
+            for index, (key, item) in enumerate(list(value.items())):
+                items[key] = self._take(item, buffers, path + key_text(key, index), False)
+            return _DictNode(value, items)
+        if isinstance(value, _SEQUENCES):
+            return _SequenceNode(value, [self._take(v, buffers, path + step, False) for step, v in children(value)])
         if is_record(value, top):
-            items = {k: self._take(v, buffers, f"{path}.{k}", False) for k, v in list(vars(value).items())}
-            return _RecordNode(value, items)
+            parts = {
+                key: self._take(getattr(value, key), buffers, f"{path}.{key}", False) for key in _attributes(value)
+            }
+            return _RecordNode(value, parts)
         return _PlainNode(value)
 
-    def restore(self, current: Any) -> Any:
-        """Write the copy back over ``current`` where that is possible, and return what should stand in its place."""
-        return self._root.restore(current)
+    def restore(self, current: Any, written: Written | None = None) -> Any:
+        """Write the copy back over ``current`` where that is possible, and return what should stand in its place.
+
+        ``written``: shared by the restores that belong together, so that no storage gets two different copies.
+        """
+        return self._root.restore(current, {} if written is None else written)
 
     def matches(self, current: Any) -> bool:
-        """Whether the tensors of ``current`` still have the bytes of the copy (they must all be safe)."""
+        """Whether ``current`` still has the structure and bytes of the copy (its tensors must all be safe)."""
         return self._root.matches(current)
 
 
 class _Node:
-    def restore(self, current: Any) -> Any:
+    def restore(self, current: Any, written: Written) -> Any:
         raise NotImplementedError
 
     def matches(self, current: Any) -> bool:
@@ -138,7 +173,7 @@ class _PlainNode(_Node):
     def __init__(self, value: Any) -> None:
         self._value = value
 
-    def restore(self, current: Any) -> Any:
+    def restore(self, current: Any, written: Written) -> Any:
         return self._value
 
     def matches(self, current: Any) -> bool:
@@ -161,16 +196,24 @@ class _TensorNode(_Node):
             and memory.nbytes(tensor) == self._host.numel()
         )
 
-    def restore(self, current: Any) -> Any:
-        for tensor in (current, self._tensor()):
-            if self._fits(tensor):
-                memory.load(tensor, self._host)
+    def restore(self, current: Any, written: Written) -> Any:
+        # The tensor that stood here first: the aborted step may have put another state's tensor in its place.
+        for tensor in (self._tensor(), current):
+            if self._fits(tensor) and self._write(tensor, written):
                 return tensor
         fresh = torch.empty(self._host.numel(), dtype=torch.uint8, device=self._device)
         fresh.copy_(self._host)
+        storage = fresh.untyped_storage()
         return torch.empty(0, dtype=self._dtype, device=self._device).set_(
-            fresh.untyped_storage(), self._offset, self._shape, self._stride
+            storage, self._offset, self._shape, self._stride
         )
+
+    def _write(self, tensor: Tensor, written: Written) -> bool:
+        key = tensor.untyped_storage()._cdata
+        if key not in written:
+            memory.load(tensor, self._host)
+            written[key] = self._host
+        return written[key] is self._host
 
     def matches(self, current: Any) -> bool:
         return self._fits(current) and torch.equal(memory.storage_bytes(current).cpu(), self._host)
@@ -179,30 +222,63 @@ class _TensorNode(_Node):
 class _GeneratorNode(_Node):
     def __init__(self, generator: Any) -> None:
         self._generator = generator
-        self._new = hasattr(generator, "get_state")
-        self._state = generator.get_state() if self._new else generator.getstate()
+        self._state = _generator_state(generator)
 
-    def restore(self, current: Any) -> Any:
-        generator = current if is_generator(current) else self._generator
-        (generator.set_state if self._new else generator.setstate)(self._state)
+    def restore(self, current: Any, written: Written) -> Any:
+        generator = current if type(current) is type(self._generator) else self._generator
+        if hasattr(generator, "bit_generator"):
+            generator.bit_generator.state = self._state
+        elif hasattr(generator, "set_state"):
+            generator.set_state(self._state)
+        else:
+            generator.setstate(self._state)
         return generator
 
     def matches(self, current: Any) -> bool:
         return is_generator(current)
 
 
+def _generator_state(generator: Any) -> Any:
+    if hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    return generator.get_state() if hasattr(generator, "get_state") else generator.getstate()
+
+
+class _ArrayNode(_Node):
+    """A numpy array."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array.copy()
+
+    def restore(self, current: Any, written: Written) -> Any:
+        same = type(current) is type(self._array) and (current.shape, current.dtype) == (
+            self._array.shape,
+            self._array.dtype,
+        )
+        if not same:
+            return self._array.copy()
+        current[...] = self._array
+        return current
+
+    def matches(self, current: Any) -> bool:
+        return type(current) is type(self._array) and current.tobytes() == self._array.tobytes()
+
+
 class _DictNode(_Node):
-    def __init__(self, items: dict[Any, _Node]) -> None:
+    def __init__(self, value: Mapping[Any, Any], items: dict[Any, _Node]) -> None:
+        self._kind: Any = type(value) if isinstance(value, dict) else dict
+        self._factory = value.default_factory if isinstance(value, defaultdict) else None
         self._items = items
 
-    def restore(self, current: Any) -> Any:
-        old = current if isinstance(current, dict) else {}
-        items = {key: node.restore(old.get(key)) for key, node in self._items.items()}
-        if not isinstance(current, dict):
-            return items
-        current.clear()
-        current.update(items)
-        return current
+    def restore(self, current: Any, written: Written) -> Any:
+        target = current if isinstance(current, self._kind) else self._empty()
+        items = {key: node.restore(target.get(key), written) for key, node in self._items.items()}
+        target.clear()
+        target.update(items)
+        return target
+
+    def _empty(self) -> Any:
+        return self._kind(self._factory) if issubclass(self._kind, defaultdict) else self._kind()
 
     def matches(self, current: Any) -> bool:
         return (
@@ -213,49 +289,53 @@ class _DictNode(_Node):
 
 
 class _SequenceNode(_Node):
-    def __init__(self, kind: Any, items: list[_Node]) -> None:
-        self._kind = kind
+    def __init__(self, value: Any, items: list[_Node]) -> None:
+        self._kind: Any = type(value)
+        self._maxlen = value.maxlen if isinstance(value, deque) else None
         self._items = items
 
-    def restore(self, current: Any) -> Any:
-        old = list(current) if isinstance(current, self._kind) and self._kind is not set else []
+    def restore(self, current: Any, written: Written) -> Any:
+        same_kind = isinstance(current, self._kind)
+        old = list(current) if same_kind and not isinstance(current, (set, frozenset)) else []
         old += [None] * (len(self._items) - len(old))
-        items = [node.restore(value) for node, value in zip(self._items, old)]
-        if self._kind is tuple or not isinstance(current, self._kind):
-            unchanged = isinstance(current, tuple) and len(current) == len(items) and all(map(_same, current, items))
-            return current if unchanged else self._kind(items)
+        items = [node.restore(value, written) for node, value in zip(self._items, old)]
+        if issubclass(self._kind, (tuple, frozenset)):
+            unchanged = same_kind and len(current) == len(items) and all(a is b for a, b in zip(current, items))
+            return current if unchanged else self._build(items)
+        if not same_kind:
+            return self._build(items)
         current.clear()
-        (current.update if self._kind is set else current.extend)(items)
+        (current.update if isinstance(current, set) else current.extend)(items)
         return current
 
+    def _build(self, items: list[Any]) -> Any:
+        if hasattr(self._kind, "_make"):  # a named tuple
+            return self._kind._make(items)
+        return self._kind(items, self._maxlen) if issubclass(self._kind, deque) else self._kind(items)
+
     def matches(self, current: Any) -> bool:
-        if self._kind is set:
-            return isinstance(current, set) and len(current) == len(self._items)
-        return (
-            isinstance(current, self._kind)
-            and len(current) == len(self._items)
-            and all(node.matches(value) for node, value in zip(self._items, current))
-        )
-
-
-def _same(one: Any, other: Any) -> bool:
-    return one is other
+        if not isinstance(current, self._kind) or len(current) != len(self._items):
+            return False
+        return isinstance(current, (set, frozenset)) or all(n.matches(value) for n, value in zip(self._items, current))
 
 
 class _RecordNode(_Node):
-    def __init__(self, record: Any, items: dict[str, _Node]) -> None:
-        self._record = record
-        self._items = items
+    def __init__(self, record: Any, parts: dict[str, _Node]) -> None:
+        self._kind = type(record)
+        self._parts = parts
 
-    def restore(self, current: Any) -> Any:
-        record = current if type(current) is type(self._record) else self._record
-        old = dict(vars(record))
-        items = {key: node.restore(old.get(key)) for key, node in self._items.items()}
-        vars(record).clear()
-        vars(record).update(items)
+    def restore(self, current: Any, written: Written) -> Any:
+        record = current if type(current) is self._kind else object.__new__(self._kind)
+        parts = {key: node.restore(getattr(record, key, None), written) for key, node in self._parts.items()}
+        for key in _attributes(record):
+            if key not in parts:
+                object.__delattr__(record, key)
+        for key, value in parts.items():
+            # Past __setattr__: frozen dataclasses, and modules, whose parts are restored in place.
+            object.__setattr__(record, key, value)
         return record
 
     def matches(self, current: Any) -> bool:
-        return type(current) is type(self._record) and all(
-            key in vars(current) and node.matches(vars(current)[key]) for key, node in self._items.items()
+        return type(current) is self._kind and all(
+            hasattr(current, key) and node.matches(getattr(current, key)) for key, node in self._parts.items()
         )

@@ -235,6 +235,7 @@ class StandaloneRuntime:
         if kind is not None:
             self._kind = kind
             logger.info("rank %d: %s fault after step %d: %s", self._rank, kind, self._done, error)
+            self._store.set(self._key(f"done/{self._rank}"), str(self._done))
             self._store.add(self._key("fault"), 1)
         elif not (str(error).startswith(FORCE_STOP) and self._stopping):
             self._die(f"rank {self._rank}: {type(error).__name__}: {error}")
@@ -318,13 +319,20 @@ class StandaloneRuntime:
 
     def _stop(self) -> None:
         with self._window:
-            # A rank that is writing its parameters finishes, as long as it can: its peers have sent all it needs.
-            self._window.wait_for(lambda: not self._updating, timeout=min(5.0, self._timeout))
+            if self._can_finish_update():
+                self._window.wait_for(lambda: not self._updating, timeout=self._timeout)
             self._stopping = True
         if self._session is not None:
             self._session.stop()
         self._device.stop()
         restartable_gloo.abort_all()
+
+    def _can_finish_update(self) -> bool:
+        """Whether a rank that is writing its parameters will come to the end of that: only if every failed rank has
+        finished the same update, and so sent all that its peers need."""
+        keys = [self._key(f"done/{rank}") for rank in range(self._world_size)]
+        failed_after = [int(self._store.get(key)) for key in keys if self._store.check([key])]
+        return self._failure is None and bool(failed_after) and min(failed_after) > self._done
 
     def _clean(self) -> None:
         checked = self._kind
@@ -400,6 +408,7 @@ class StandaloneRuntime:
 
     def _die(self, reason: str) -> None:
         """Tell all ranks that the job has ended; the first reason stands."""
+        logger.error("%s", reason)
         try:
             if not self._store.check(["dead"]):
                 self._store.set("dead", reason)

@@ -51,18 +51,20 @@ def _container_class(base: Any) -> type:
         "__doc__": f"A {base.__name__} that can be put in quarantine; pickles and deep-copies as a plain one.",
         "__reduce_ex__": lambda self, protocol: reduce(self),
     }
+    if hasattr(base, "__copy__"):  # deque and defaultdict copy into their own class
+        namespace["__copy__"] = lambda self: base(*_PLAIN_COPY.get(base, lambda c: (c,))(self))
     return type(f"Recovery{base.__name__[0].upper()}{base.__name__[1:]}", (base,), namespace)
 
 
 CONTAINERS: dict[Any, Any] = {base: _container_class(base) for base in _REDUCE}
 """For each plain type the recovery-aware one."""
 
-_LOADABLE = (dict, list, deque, defaultdict)
+_LOADABLE = (dict, list)
 
 
 def allow_loading() -> Callable[[], None]:
     """Let ``torch.load(weights_only=True)`` of this process rebuild containers: they pickle as calls of the plain types,
-    which torch does not allow by itself. Returns the inverse."""
+    which torch does not allow by itself. (A plain deque or defaultdict cannot be loaded so either.) Returns the inverse."""
     before = torch.serialization.get_safe_globals()
     added = [kind for kind in _LOADABLE if kind not in before]
     torch.serialization.add_safe_globals(list(added))
@@ -85,7 +87,7 @@ def _is_plain_object(value: Any) -> bool:
     return (
         bool(cls.__flags__ & (1 << 9))
         and hasattr(value, "__dict__")
-        and not isinstance(value, (type, ModuleType, *_REDUCE))
+        and not isinstance(value, (type, torch.Tensor, ModuleType, *_REDUCE))
     )
 
 
@@ -162,7 +164,7 @@ class Quarantine:
     def __init__(self, value: Any, state: str, location: str) -> None:
         self._value = value
         self._live_class = type(value)
-        plain = next((base for base in _REDUCE if isinstance(value, base)), None)
+        plain = next((base for base, new in CONTAINERS.items() if type(value) is new), None)
         # The class is swapped first: from then on nobody can add to contents that are being moved.
         object.__setattr__(value, "__class__", _quarantined_class(self._live_class, plain, state, location))
         self._parked = _park(value, plain, _quarantined_class(object, None, state, location))

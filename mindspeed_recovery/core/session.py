@@ -25,7 +25,7 @@ from mindspeed_recovery.core.memory import DeviceMemory, PlainMemory
 from mindspeed_recovery.core.policy import Policy, StateSpec
 from mindspeed_recovery.core.registry import Registry, TrackedState, naming
 from mindspeed_recovery.core.report import Outcome, Report
-from mindspeed_recovery.core.values import Buffers, Capture, Written
+from mindspeed_recovery.core.values import Buffers, Capture, Restoring
 from mindspeed_recovery.errors import FORCE_STOP, QuarantineError, RecoveryError, RecoveryFailed
 
 logger = logging.getLogger("mindspeed_recovery")
@@ -336,10 +336,10 @@ class Session:
             for place in state.places():
                 actions.drop(place, spec)
         elif spec.policy is Policy.CONSTANT:
-            written: Written = {}
+            restoring = Restoring()
             for place in state.places():
                 if place.path in state.constants:
-                    _put_back(place, state.constants[place.path], written)
+                    _put_back(place, state.constants[place.path], restoring)
         else:
             self._restore_copied(state, step, replay, outcome)
 
@@ -381,9 +381,9 @@ class Session:
 
     def _put_copy_back(self, state: TrackedState, copy: StateCopy) -> None:
         here = {place.path: place for place in state.places()}
-        written: Written = {}
+        restoring = Restoring()
         for path, (place, capture) in copy.captures.items():
-            _put_back(here.get(path, place), capture, written)
+            _put_back(here.get(path, place), capture, restoring)
         for path, place in here.items():
             if path not in copy.captures:  # made by the aborted step
                 place.remove()
@@ -440,9 +440,9 @@ _DONE = {
 }
 
 
-def _put_back(place: Place, capture: Capture, written: Written) -> None:
+def _put_back(place: Place, capture: Capture, restoring: Restoring) -> None:
     current = place.get()
-    value = capture.restore(current, written)
+    value = capture.restore(current, restoring)
     if value is not current:
         place.set(value)
 

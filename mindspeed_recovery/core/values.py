@@ -66,10 +66,14 @@ def is_generator(value: Any) -> bool:
     """Whether ``value`` is a random number generator, by what it can do: torch's, numpy's and ``random``'s all pass."""
     if isinstance(value, type):
         return False
-    return hasattr(value, "bit_generator") or any(
+    return _has_bit_generator(value) or any(
         callable(getattr(value, reader, None)) and callable(getattr(value, writer, None))
         for reader, writer in (("get_state", "set_state"), ("getstate", "setstate"))
     )
+
+
+def _has_bit_generator(value: Any) -> bool:
+    return hasattr(getattr(value, "bit_generator", None), "state")
 
 
 def tensors(value: Any, path: str = "", top: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -106,8 +110,28 @@ class Buffers:
         return len(self._buffers)
 
 
-Written = dict[int, Tensor]
-"""Storages that a restore has written, by address, with the host copy that went into each."""
+class Restoring:
+    """What belongs to one restore: no storage gets two different copies, and tensors that shared one share one again."""
+
+    def __init__(self) -> None:
+        self._written: dict[int, Tensor] = {}
+        self._fresh: dict[int, torch.UntypedStorage] = {}
+
+    def write(self, tensor: Tensor, host: Tensor) -> bool:
+        """Write ``host`` over the storage of ``tensor``; False if that has been given another copy already."""
+        key = tensor.untyped_storage()._cdata
+        if key not in self._written:
+            memory.load(tensor, host)
+            self._written[key] = host
+        return self._written[key] is host
+
+    def fresh(self, host: Tensor, device: torch.device) -> torch.UntypedStorage:
+        """New device memory with the contents of ``host``."""
+        if id(host) not in self._fresh:
+            storage = torch.empty(host.numel(), dtype=torch.uint8, device=device)
+            storage.copy_(host)
+            self._fresh[id(host)] = storage.untyped_storage()
+        return self._fresh[id(host)]
 
 
 class Capture:
@@ -147,12 +171,12 @@ class Capture:
             return _RecordNode(value, parts)
         return _PlainNode(value)
 
-    def restore(self, current: Any, written: Written | None = None) -> Any:
+    def restore(self, current: Any, restoring: Restoring | None = None) -> Any:
         """Write the copy back over ``current`` where that is possible, and return what should stand in its place.
 
-        ``written``: shared by the restores that belong together, so that no storage gets two different copies.
+        ``restoring``: shared by the restores that belong together.
         """
-        return self._root.restore(current, {} if written is None else written)
+        return self._root.restore(current, restoring or Restoring())
 
     def matches(self, current: Any) -> bool:
         """Whether ``current`` still has the structure and bytes of the copy (its tensors must all be safe)."""
@@ -160,7 +184,7 @@ class Capture:
 
 
 class _Node:
-    def restore(self, current: Any, written: Written) -> Any:
+    def restore(self, current: Any, restoring: Restoring) -> Any:
         raise NotImplementedError
 
     def matches(self, current: Any) -> bool:
@@ -173,7 +197,7 @@ class _PlainNode(_Node):
     def __init__(self, value: Any) -> None:
         self._value = value
 
-    def restore(self, current: Any, written: Written) -> Any:
+    def restore(self, current: Any, restoring: Restoring) -> Any:
         return self._value
 
     def matches(self, current: Any) -> bool:
@@ -196,24 +220,15 @@ class _TensorNode(_Node):
             and memory.nbytes(tensor) == self._host.numel()
         )
 
-    def restore(self, current: Any, written: Written) -> Any:
+    def restore(self, current: Any, restoring: Restoring) -> Any:
         # The tensor that stood here first: the aborted step may have put another state's tensor in its place.
         for tensor in (self._tensor(), current):
-            if self._fits(tensor) and self._write(tensor, written):
+            if self._fits(tensor) and restoring.write(tensor, self._host):
                 return tensor
-        fresh = torch.empty(self._host.numel(), dtype=torch.uint8, device=self._device)
-        fresh.copy_(self._host)
-        storage = fresh.untyped_storage()
+        storage = restoring.fresh(self._host, self._device)
         return torch.empty(0, dtype=self._dtype, device=self._device).set_(
             storage, self._offset, self._shape, self._stride
         )
-
-    def _write(self, tensor: Tensor, written: Written) -> bool:
-        key = tensor.untyped_storage()._cdata
-        if key not in written:
-            memory.load(tensor, self._host)
-            written[key] = self._host
-        return written[key] is self._host
 
     def matches(self, current: Any) -> bool:
         return self._fits(current) and torch.equal(memory.storage_bytes(current).cpu(), self._host)
@@ -224,9 +239,9 @@ class _GeneratorNode(_Node):
         self._generator = generator
         self._state = _generator_state(generator)
 
-    def restore(self, current: Any, written: Written) -> Any:
+    def restore(self, current: Any, restoring: Restoring) -> Any:
         generator = current if type(current) is type(self._generator) else self._generator
-        if hasattr(generator, "bit_generator"):
+        if _has_bit_generator(generator):
             generator.bit_generator.state = self._state
         elif hasattr(generator, "set_state"):
             generator.set_state(self._state)
@@ -239,7 +254,7 @@ class _GeneratorNode(_Node):
 
 
 def _generator_state(generator: Any) -> Any:
-    if hasattr(generator, "bit_generator"):
+    if _has_bit_generator(generator):
         return generator.bit_generator.state
     return generator.get_state() if hasattr(generator, "get_state") else generator.getstate()
 
@@ -250,7 +265,7 @@ class _ArrayNode(_Node):
     def __init__(self, array: Any) -> None:
         self._array = array.copy()
 
-    def restore(self, current: Any, written: Written) -> Any:
+    def restore(self, current: Any, restoring: Restoring) -> Any:
         same = type(current) is type(self._array) and (current.shape, current.dtype) == (
             self._array.shape,
             self._array.dtype,
@@ -266,13 +281,16 @@ class _ArrayNode(_Node):
 
 class _DictNode(_Node):
     def __init__(self, value: Mapping[Any, Any], items: dict[Any, _Node]) -> None:
-        self._kind: Any = type(value) if isinstance(value, dict) else dict
+        self._kind: Any = type(value)
         self._factory = value.default_factory if isinstance(value, defaultdict) else None
         self._items = items
 
-    def restore(self, current: Any, written: Written) -> Any:
-        target = current if isinstance(current, self._kind) else self._empty()
-        items = {key: node.restore(target.get(key), written) for key, node in self._items.items()}
+    def restore(self, current: Any, restoring: Restoring) -> Any:
+        old = current if isinstance(current, Mapping) else {}
+        items = {key: node.restore(old.get(key), restoring) for key, node in self._items.items()}
+        if not issubclass(self._kind, dict):  # a read-only view
+            return self._kind(items)
+        target: Any = current if isinstance(current, self._kind) else self._empty()
         target.clear()
         target.update(items)
         return target
@@ -294,11 +312,11 @@ class _SequenceNode(_Node):
         self._maxlen = value.maxlen if isinstance(value, deque) else None
         self._items = items
 
-    def restore(self, current: Any, written: Written) -> Any:
+    def restore(self, current: Any, restoring: Restoring) -> Any:
         same_kind = isinstance(current, self._kind)
         old = list(current) if same_kind and not isinstance(current, (set, frozenset)) else []
         old += [None] * (len(self._items) - len(old))
-        items = [node.restore(value, written) for node, value in zip(self._items, old)]
+        items = [node.restore(value, restoring) for node, value in zip(self._items, old)]
         if issubclass(self._kind, (tuple, frozenset)):
             unchanged = same_kind and len(current) == len(items) and all(a is b for a, b in zip(current, items))
             return current if unchanged else self._build(items)
@@ -324,9 +342,9 @@ class _RecordNode(_Node):
         self._kind = type(record)
         self._parts = parts
 
-    def restore(self, current: Any, written: Written) -> Any:
+    def restore(self, current: Any, restoring: Restoring) -> Any:
         record = current if type(current) is self._kind else object.__new__(self._kind)
-        parts = {key: node.restore(getattr(record, key, None), written) for key, node in self._parts.items()}
+        parts = {key: node.restore(getattr(record, key, None), restoring) for key, node in self._parts.items()}
         for key in _attributes(record):
             if key not in parts:
                 object.__delattr__(record, key)

@@ -8,6 +8,7 @@ gives each state one ``location`` instead.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib.metadata
 import re
@@ -90,8 +91,11 @@ class Catalogue:
             ) from None
 
     def states(self, version: Version | None) -> list[StateSpec]:
-        """The states of one version of the package."""
-        return [row.spec for rows in self.entries.values() for row in rows if row.covers(version)]
+        """The states of one version of the package. Their ``source`` names the version, for messages."""
+        specs = [row.spec for rows in self.entries.values() for row in rows if row.covers(version)]
+        if version is None:
+            return specs
+        return [dataclasses.replace(spec, source=f"{spec.source}, {self.package} {version}") for spec in specs]
 
 
 def shipped() -> list[Path]:

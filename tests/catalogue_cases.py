@@ -254,16 +254,16 @@ def mtp_acceptance(env: Env) -> Any:
 def _mtp_step(env: Env, writer: Scalars, logged: bool) -> dict[str, float]:
     """The scalars of a recomputed step. ``logged``: the lost one came as far as its log line."""
     import torch
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper as helper
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper as Losses
 
     def microbatch(right: float) -> None:
-        if hasattr(helper, "save_metrics_to_tracker"):
-            helper.save_metrics_to_tracker(torch.tensor(right), torch.tensor(right), torch.tensor(8.0), 0, 1)
+        if hasattr(Losses, "save_metrics_to_tracker"):
+            Losses.save_metrics_to_tracker(torch.tensor(right), torch.tensor(right), torch.tensor(8.0), 0, 1)
         else:
-            helper.save_loss_to_tracker(torch.tensor(right), 0, 1)
+            Losses.save_loss_to_tracker(torch.tensor(right), 0, 1)
 
     def log() -> None:
-        helper.track_mtp_metrics(1.0, 1, writer)
+        Losses.track_mtp_metrics(1.0, 1, writer)
 
     def step(right: float) -> Callable[[], None]:
         return in_turn(lambda: microbatch(right), log)
@@ -278,15 +278,15 @@ def _mtp_step(env: Env, writer: Scalars, logged: bool) -> dict[str, float]:
 @case("dsa-indexer-loss-tracker")
 def dsa_indexer_losses(env: Env) -> Any:
     import torch
-    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper as helper
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper as Losses
 
     env.distributed()
     writer = Scalars()
 
     def microbatch() -> None:
-        helper.save_loss_to_tracker(torch.tensor(3.0), 1, 1)
+        Losses.save_loss_to_tracker(torch.tensor(3.0), 1, 1)
 
-    step = in_turn(microbatch, lambda: helper.track_indexer_metrics(1.0, 1, writer))
+    step = in_turn(microbatch, lambda: Losses.track_indexer_metrics(1.0, 1, writer))
     env.start()
     env.healthy_step(step)
     env.lose_step(microbatch)

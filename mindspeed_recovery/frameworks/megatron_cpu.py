@@ -6,6 +6,7 @@ gloo. This module answers those questions with "the device is the CPU":
 
 * ``install()`` replaces the few ``torch.cuda`` functions and Megatron functions that cannot work without a
   device; ``uninstall()`` puts every one of them back.
+* ``install(training=True)`` also answers what ``megatron.training`` (the stock ``pretrain()``) asks of a device.
 * ``cpu_mode()`` redirects the tensors: inside it ``device="cuda"`` means the CPU.
 
 ::
@@ -29,9 +30,11 @@ import importlib.abc
 import importlib.machinery
 import logging
 import sys
+import typing
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -69,6 +72,7 @@ class _Changes:
 
 _changes = _Changes()
 _installed = False
+_training = False
 _hooked = False
 
 
@@ -147,6 +151,33 @@ def _change_torch() -> None:
         _changes.set(owner, "manual_seed", _manual_seed)
 
 
+_PROPERTIES = SimpleNamespace(name="cpu", major=9, minor=0, total_memory=2**30, multi_processor_count=1)
+"""Of the device that the CPU stands for: recent enough that Megatron takes no path for old ones."""
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """A device operation that has no counterpart on a CPU."""
+
+
+def _change_torch_for_training() -> None:
+    cuda = torch.cuda
+    answers: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "get_device_name": lambda device=None: _PROPERTIES.name,
+        "get_device_properties": lambda device=None: _PROPERTIES,
+        "get_device_capability": lambda device=None: (_PROPERTIES.major, _PROPERTIES.minor),
+        "memory_stats": lambda device=None: defaultdict(int),
+        **dict.fromkeys(("set_device", "set_stream", "synchronize", "empty_cache"), _nothing),
+    }
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "device_memory_used"):
+        answers[name] = lambda device=None: 0
+    for name, answer in answers.items():
+        _changes.set(cuda, name, answer)
+    if not hasattr(typing, "override"):  # Python before 3.12; 0.18 and later import it
+        _changes.set(typing, "override", lambda method: method)
+
+
 def _decorator(*args: Any, **kwargs: Any) -> Any:
     """Decorates nothing, written as ``@decorator`` or as ``@decorator(...)``."""
     return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else _decorator
@@ -217,7 +248,14 @@ def _change_torch_norm(module: ModuleType) -> None:
     _changes.set(norm, "__new__", staticmethod(new))
 
 
+def _change_datasets_utils(module: ModuleType) -> None:
+    # Rank 0 of pretrain() runs make in the installed package; the wheels hold the built library already.
+    if _training:
+        _changes.set(module, "compile_helpers", _nothing)
+
+
 _MEGATRON: dict[str, Callable[[ModuleType], None]] = {
+    "megatron.core.datasets.utils": _change_datasets_utils,
     "megatron.core.fp8_utils": _change_fp8_utils,
     "megatron.core.jit": _change_jit,
     "megatron.core.tensor_parallel.random": _change_random,
@@ -341,25 +379,28 @@ def cpu_mode() -> Iterator[None]:
 # --- public ------------------------------------------------------------------------------------------------
 
 
-def install() -> None:
+def install(*, training: bool = False) -> None:
     """Make megatron-core usable without a device, whether it is imported already or only later.
 
-    A second call does nothing. Call it before Megatron is imported where that is possible: without triton,
+    ``training``: for ``megatron.training`` too, which refuses to start where ``torch.cuda`` finds no device: it then
+    reports one device without memory statistics. A second call does nothing. Call it before Megatron is imported where that is possible: without triton,
     Megatron 0.18 and later cannot be imported earlier, and functions that Megatron (0.16 and later) marked for
     compilation earlier are compiled in the first step.
 
     Raises:
         RuntimeError: a CUDA device is there; this module would hide it.
     """
-    global _installed
+    global _installed, _training
     if _installed:
         return
     if torch.cuda.is_available():
         raise RuntimeError(
             "megatron_cpu: this process has a CUDA device; hide it (CUDA_VISIBLE_DEVICES='') or do not call install()"
         )
-    _installed = True
+    _installed, _training = True, training
     _change_torch()
+    if training:
+        _change_torch_for_training()
     _rng_logger.addFilter(_one_generator)
     # torch keeps the answer for good: let it give the true one before a stub is in sight.
     if not _triton.has_triton_package():
@@ -373,10 +414,10 @@ def uninstall() -> None:
     Modules of Megatron imported in between stay imported and have their own attributes again; only the functions
     that Megatron would have compiled while it was imported stay eager.
     """
-    global _installed
+    global _installed, _training
     if not _installed:
         return
-    _installed = False
+    _installed = _training = False
     _changes.undo()
     _rng_logger.removeFilter(_one_generator)
     if _kernel_finder in sys.meta_path:

@@ -51,15 +51,16 @@ def track(
 
     def declare(text: str) -> StateSpec:
         location = Location.parse(text)
-        clear = options.pop("clear", None)
+        rest = {key: value for key, value in options.items() if key not in ("fields", "clear")}
+        clear = options.get("clear")
         return StateSpec(
             name=name or _default_name(location),
             location=location,
             policy=_policy(policy),
-            fields=_names(options.pop("fields", ())),
+            fields=_names(options.get("fields", ())),
             clear=Location.parse(clear) if isinstance(clear, str) else clear,
             source=_caller(),
-            **options,
+            **rest,
         )
 
     unknown = set(options) - {field.name for field in dataclasses.fields(StateSpec)}

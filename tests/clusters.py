@@ -40,7 +40,9 @@ class Run:
 
     def tail(self) -> str:
         """The end of every rank's output, for a failed assertion."""
-        return "\n".join(f"--- rank {rank}, exit code {code}\n{self.log(rank)[-3000:]}" for rank, code in enumerate(self.codes))
+        return "\n".join(
+            f"--- rank {rank}, exit code {code}\n{self.log(rank)[-3000:]}" for rank, code in enumerate(self.codes)
+        )
 
 
 class Cluster:
@@ -81,8 +83,23 @@ class Cluster:
         self._jobs += 1
         folder = self._folder / f"{self._jobs:03}"
         folder.mkdir()
-        argv = [*BASE, *LAYOUTS[layout], "--tensorboard-dir", f"{folder}/tb", "--save-final", f"{folder}/final", *options]
-        job = {"argv": argv, "world_size": 2, "out": str(folder), "timeout": timeout, "prepare": prepare, "options": settings}
+        argv = [
+            *BASE,
+            *LAYOUTS[layout],
+            "--tensorboard-dir",
+            f"{folder}/tb",
+            "--save-final",
+            f"{folder}/final",
+            *options,
+        ]
+        job = {
+            "argv": argv,
+            "world_size": 2,
+            "out": str(folder),
+            "timeout": timeout,
+            "prepare": prepare,
+            "options": settings,
+        }
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()

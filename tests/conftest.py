@@ -30,7 +30,9 @@ def megatron() -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def cluster(megatron: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Cluster]]:
+def cluster(
+    megatron: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Cluster]]:
     """``cluster(version)``: two ranks with that version of megatron-core."""
     clusters: dict[str, Cluster] = {}
 

@@ -161,9 +161,7 @@ class TestProgram:
 
         return play
 
-    def test_success_is_exit_code_0(
-        self, played: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_success_is_exit_code_0(self, played: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         code, report = played(outcomes())
         assert (code, report["problems"], report["scalars_compared"]) == (0, [], 15)
         assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -175,9 +173,7 @@ class TestProgram:
         played(outcomes(), loss=2.0)
         assert played(outcomes())[0] == 0
 
-    def test_one_differing_scalar_is_exit_code_1(
-        self, played: Any, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_one_differing_scalar_is_exit_code_1(self, played: Any, capsys: pytest.CaptureFixture[str]) -> None:
         code, report = played(outcomes(), loss=1.0000001)
         assert (code, report["scalars_compared"], report["scalars_identical"]) == (1, 15, 12)
         assert "does not hold: TensorBoard scalars: 12 of 15 equal" in capsys.readouterr().err

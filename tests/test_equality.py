@@ -50,7 +50,11 @@ def faults(at: str, rank: int, kind: str, count: str) -> list[str]:
         specs.append(f"{kind}@rank={rank},step={second},at={at}")
     elif count != "one":
         # After the update of step k, the first step that is computed again is k + 1; an evaluation is itself repeated.
-        again = f"step={first},at={at}" if at in ("forward", "router", "backward", "eval") else f"step={first + 1},at=forward"
+        again = (
+            f"step={first},at={at}"
+            if at in ("forward", "router", "backward", "eval")
+            else f"step={first + 1},at=forward"
+        )
         specs.append(f"{kind}@rank={rank},{again}")
     return [option for spec in specs for option in ("--fault", spec)]
 
@@ -73,7 +77,9 @@ def differs(run: Run, baseline: Run) -> bool:
     return False
 
 
-def check(cluster: Callable[[str], Cluster], at: str, rank: int, kind: str, count: str, layout: str, version: str) -> None:
+def check(
+    cluster: Callable[[str], Cluster], at: str, rank: int, kind: str, count: str, layout: str, version: str
+) -> None:
     ranks = cluster(version)
     specs = faults(at, rank, kind, count)
     run = ranks.run(layout, ON, *specs)
@@ -193,7 +199,10 @@ def test_a_second_of_plain_python_after_stop_does_no_harm(cluster, version):
 
 def test_fifteen_recoveries_in_one_process(cluster):
     ranks = cluster("0.19.2")
-    specs = [("--fault", f"uce@rank={n % 2},step={2 + n // 3},at={at}") for n, at in enumerate(("router", "backward", "log") * 5)]
+    specs = [
+        ("--fault", f"uce@rank={n % 2},step={2 + n // 3},at={at}")
+        for n, at in enumerate(("router", "backward", "log") * 5)
+    ]
     run = ranks.run("ep2", ON, *itertools.chain(*specs))
     assert_equal(run, ranks.baseline("ep2"))
     assert len(run.reports(0)) == 15

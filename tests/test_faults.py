@@ -62,9 +62,7 @@ states = st.one_of(st.just(("all",)), st.lists(names, min_size=1, max_size=3, un
     states=states,
     visit=st.integers(1, 100),
 )
-def test_text_round_trips(
-    kind: str, rank: int, step: int, at: str, states: tuple[str, ...], visit: int
-) -> None:
+def test_text_round_trips(kind: str, rank: int, step: int, at: str, states: tuple[str, ...], visit: int) -> None:
     spec = FaultSpec(kind, rank, step, at, states if kind == "uce" else ("all",), visit)
     assert FaultSpec.parse(str(spec)) == spec
 

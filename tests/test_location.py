@@ -50,7 +50,8 @@ def test_place_follows_a_rebind(make_module: Callable[..., Any]) -> None:
     location = Location.parse("toy_rebind:TRACKER")
     place = location.place()
     module.TRACKER = fresh = {"b": 2}
-    assert place is not None and place.get() is fresh
+    assert place is not None
+    assert place.get() is fresh
 
 
 def test_item_of_a_dict_is_a_place() -> None:
@@ -87,7 +88,8 @@ def test_none_on_the_way_is_a_state_not_made_yet(make_module: Callable[..., Any]
 def test_none_at_the_end_is_a_place(make_module: Callable[..., Any]) -> None:
     make_module("toy_end", MASK=None)
     place = Location.parse("toy_end:MASK").place()
-    assert place is not None and place.get() is None
+    assert place is not None
+    assert place.get() is None
 
 
 def test_absent_attribute_of_a_loaded_module_names_the_same_name_elsewhere_in_the_package(
@@ -104,7 +106,7 @@ def test_absent_attribute_of_a_loaded_module_names_the_same_name_elsewhere_in_th
 
 def test_absent_attribute_names_a_similar_one(make_module: Callable[..., Any]) -> None:
     make_module("toy_similar", _MOE_LAYER_WISE_TRACKER={}, unrelated=1)
-    with pytest.raises(LocationError, match="candidates: _MOE_LAYER_WISE_TRACKER$"):
+    with pytest.raises(LocationError, match=r"candidates: _MOE_LAYER_WISE_TRACKER$"):
         Location.parse("toy_similar:_MOE_LAYER_WISE_TRACKERS").place()
 
 
@@ -191,7 +193,6 @@ def test_attribute_that_code_of_the_class_mentions_is_known_with_zero_instances(
     assert Location.parse(f"toy_inst:Module.{attribute}").owner_class() is module.Module
 
 
-# BUG: F30
 @pytest.mark.parametrize("attribute", ["in_twice_wrapped", "in_wrapped_classmethod", "in_cached_property"])
 def test_attribute_mentioned_below_several_wrappers_is_known(make_module: Callable[..., Any], attribute: str) -> None:
     module = make_module("toy_inst", INSTANCES)

@@ -17,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("wrapt")
 
-from mindspeed_recovery.frameworks import megatron_cpu
+from mindspeed_recovery.frameworks import megatron_cpu  # noqa: E402
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -40,9 +40,7 @@ def attributes() -> dict[tuple[str, str], Any]:
 
 def changed(before: dict[Any, Any], after: dict[Any, Any]) -> set[Any]:
     missing = object()
-    return {
-        key for key in before.keys() | after.keys() if before.get(key, missing) is not after.get(key, missing)
-    }
+    return {key for key in before.keys() | after.keys() if before.get(key, missing) is not after.get(key, missing)}
 
 
 def test_uninstall_restores_every_attribute() -> None:
@@ -163,9 +161,7 @@ def test_megatron_is_changed_whatever_the_import_order_and_restored(caplog: pyte
     assert ("megatron.core.tensor_parallel.random", "_set_cuda_rng_state") in changed(during, restored)
     megatron_cpu.install()  # now after the import
     try:
-        assert {key for key, _ in changed(restored, attributes())} == {
-            key for key, _ in changed(during, restored)
-        }
+        assert {key for key, _ in changed(restored, attributes())} == {key for key, _ in changed(during, restored)}
         tracker = random.CudaRNGStatesTracker()
         tracker.add("dropout", 3)
         with caplog.at_level(logging.WARNING), tracker.fork("dropout"):

@@ -14,7 +14,9 @@ pytestmark = pytest.mark.timeout(60)
 
 def spec(**options: Any) -> StateSpec:
     location = Location.parse(options.pop("location", "pkg.module:NAME"))
-    return StateSpec(**{"name": "a-state", "policy": Policy.RESET, "location": location, "source": "file.toml", **options})
+    return StateSpec(
+        **{"name": "a-state", "policy": Policy.RESET, "location": location, "source": "file.toml", **options}
+    )
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def _rank_main(rank: int, body: Callable[[int], Any], write: int, release: int) 
     torch.set_num_threads(1)
     try:
         outcome = ["ok", body(rank)]
-    except BaseException:  # noqa: BLE001  (the parent shows it)
+    except BaseException:
         outcome = ["error", traceback.format_exc()]
     os.write(write, json.dumps(outcome).encode())
     os.close(write)
@@ -79,7 +79,7 @@ def _rank_main(rank: int, body: Callable[[int], Any], write: int, release: int) 
 
 
 def _read_all(pipes: list[int], limit: float) -> list[bytes]:
-    texts = {pipe: b"" for pipe in pipes}
+    texts = dict.fromkeys(pipes, b"")
     is_open, deadline = set(pipes), time.monotonic() + limit
     while is_open and time.monotonic() < deadline:
         for pipe in select.select(list(is_open), [], [], 0.5)[0]:
@@ -275,9 +275,7 @@ def _blocking_operations() -> dict[str, Callable[[], Any]]:
     return {
         "all_reduce": lambda: dist.all_reduce(x.clone()),
         "async_op": lambda: async_sum().wait(),
-        "many works": lambda: [
-            w.wait() for w in [dist.all_reduce(x.clone(), async_op=True) for _ in range(9)]
-        ],
+        "many works": lambda: [w.wait() for w in [dist.all_reduce(x.clone(), async_op=True) for _ in range(9)]],
         "future": lambda: async_sum().get_future().wait(),
         "reduce": lambda: dist.reduce(x.clone(), 0),
         "broadcast": lambda: dist.broadcast(x.clone(), 1),
@@ -379,11 +377,7 @@ def test_groups_cannot_be_made_while_stopped_but_say_who_they_are() -> None:
     def body(rank: int) -> None:
         start(rank, 1, port)
         rg.abort_all()
-        assert (
-            dist.get_rank() == 0
-            and dist.get_world_size() == 1
-            and c10d._get_default_group().group_name == "0"
-        )
+        assert dist.get_rank() == 0 and dist.get_world_size() == 1 and c10d._get_default_group().group_name == "0"
         for call in (lambda: dist.new_group([0]), dist.barrier):
             with pytest.raises(RuntimeError, match="FORCE STOP"):
                 call()
@@ -646,9 +640,7 @@ def test_fifty_recoveries_leave_no_threads_files_or_groups() -> None:
         usage = []
         for epoch in range(1, 51):
             if rank == 0:
-                abandoned = [
-                    dist.all_reduce(torch.ones(1000), group=groups[1], async_op=True) for _ in range(3)
-                ]
+                abandoned = [dist.all_reduce(torch.ones(1000), group=groups[1], async_op=True) for _ in range(3)]
                 with stop_after(0.01), pytest.raises(RuntimeError, match="FORCE STOP"):
                     dist.recv(torch.empty(1), 1, group=groups[3])
                 del abandoned
@@ -688,9 +680,7 @@ def test_destroying_leaves_nothing_behind_and_a_new_start_works() -> None:
                 group.barrier().wait()
             rg.reopen_all(epoch)
             world = c10d._world
-            assert not (
-                rg._state.groups or rg._state.retired or world.pg_map or world.pg_names or world.tags_to_pg
-            )
+            assert not (rg._state.groups or rg._state.retired or world.pg_map or world.pg_names or world.tags_to_pg)
             time.sleep(0.2)
             del group, store
         assert _usage()[0] == before[0]

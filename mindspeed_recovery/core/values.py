@@ -123,7 +123,8 @@ class Restoring:
         if key not in self._written:
             memory.load(tensor, host)
             self._written[key] = host
-        return self._written[key] is host
+        written = self._written[key]
+        return written is host or torch.equal(written, host)  # one storage may have been copied for several places
 
     def fresh(self, host: Tensor, device: torch.device) -> torch.UntypedStorage:
         """New device memory with the contents of ``host``."""

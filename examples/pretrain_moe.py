@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -543,7 +544,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=os.environ.get("LOGLEVEL", "WARNING"))
     torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    pretrain(args, rank, world_size, rendezvous(rank, world_size))
+    try:
+        pretrain(args, rank, world_size, rendezvous(rank, world_size))
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(2)  # a job that was given up leaves groups behind whose threads cannot be joined
     dist.destroy_process_group()
     return 0
 

@@ -26,6 +26,7 @@ class Report:
     number: int
     step: int = -1
     replayed: bool = False
+    from_checkpoint: bool = False
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     milliseconds: dict[str, float] = field(default_factory=dict)
     unsafe: list[str] = field(default_factory=list)

@@ -264,15 +264,16 @@ class Session:
                             if value is not None and not container.is_quarantined(value):
                                 quarantines.append(container.Quarantine(value, state.name, place.path))
 
-    def before_rollback(self, step: int, *, replay: bool = False) -> None:
+    def before_rollback(self, step: int, *, replay: bool = False, from_checkpoint: bool = False) -> None:
         """All ranks: put every state to the end of ``step``; quarantine ends.
 
         ``replay``: the log line of ``step`` will be written again, as decided alike on every rank; the trackers then get
-        the sums they held before logging.
+        the sums they held before logging. ``from_checkpoint``: the runtime has just loaded the checkpoint of ``step``;
+        copies of a run that is given up are worth nothing then, and what the checkpoint held stays as it was loaded.
         """
-        self._report.step, self._report.replayed = step, replay
+        self._report.step, self._report.replayed, self._report.from_checkpoint = step, replay, from_checkpoint
         with self._phase("restore"):
-            self.copies.discard(after_step=step)
+            self.copies.discard(after_step=-1 if from_checkpoint else step)
             for name in list(self._quarantines):
                 self._lift(name)
             self._find_owners()
@@ -370,8 +371,8 @@ class Session:
             return
         outcome.tried = [f"start({step + 1})", f"update({step})"]
         unsafe = self._unsafe(state)
-        if self.copies.live_is(state.spec, step) and not unsafe:
-            outcome.action = "kept"
+        if not unsafe and (self._report.from_checkpoint or self.copies.live_is(state.spec, step)):
+            outcome.action = "loaded" if self._report.from_checkpoint else "kept"
             return
         outcome.error = (
             f"no copy of the end of step {step} ({'unsafe' if unsafe else state.unprotected or 'left as it is'}); "

@@ -14,6 +14,7 @@ fault ends the job on every rank.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import threading
@@ -241,7 +242,9 @@ class StandaloneRuntime:
             self._die(f"rank {self._rank}: {type(error).__name__}: {error}")
             raise error
         self._abandon_window()
-        error.__traceback__ = None  # the frames of the aborted step hold its tensors
+        # The frames of the aborted step hold its tensors and open context managers, which must end before the next step.
+        error.__traceback__ = None
+        gc.collect()
         self._left.set()
 
     def _abandon_window(self) -> None:

@@ -820,6 +820,21 @@ def test_error_of_ours_in_a_step_leaves_training_running_with_one_warning(
     assert module.OTHER.tolist() == [0]
 
 
+def test_error_of_ours_with_the_log_line_leaves_training_running_with_one_warning(
+    make_module: Callable[..., Any], start: Callable[..., Session], warnings: Callable[[], list[str]]
+) -> None:
+    state = BrokenDict(a=torch.ones(1))
+    make_module("toy", STATE=state)
+    session = start(spec("toy:STATE", "snapshot", settled="after-logging"))
+    for step in (1, 2):
+        session.begin_step(step)
+        session.before_update(step)
+        state.broken = True
+        session.after_log(step)
+    assert len(warnings()) == 1
+    assert "ValueError: cannot be copied" in warnings()[0]
+
+
 @pytest.mark.parametrize("part", ["enqueued", "settle"])
 def test_error_of_ours_outside_any_state_leaves_training_running(
     make_module: Callable[..., Any],

@@ -21,7 +21,8 @@ import torch
 from mindspeed_recovery.core import actions, container
 from mindspeed_recovery.core.copies import Copies, Slot, StateCopy
 from mindspeed_recovery.core.location import Place
-from mindspeed_recovery.core.memory import DeviceMemory, PlainMemory
+from mindspeed_recovery.core.memory import DeviceMemory
+from mindspeed_recovery.core.npu_memory import device_memory
 from mindspeed_recovery.core.policy import Policy, StateSpec
 from mindspeed_recovery.core.registry import Registry, TrackedState, naming
 from mindspeed_recovery.core.report import Outcome, Report
@@ -51,7 +52,7 @@ class Session:
         is_fault: Callable[[BaseException], bool] | None = None,
     ) -> None:
         self.registry = registry
-        self.memory: DeviceMemory = memory or PlainMemory()
+        self.memory: DeviceMemory = memory or device_memory()
         self.copies = Copies(self.memory.host_empty)
         self.reports: list[Report] = []
         self._roots = dict(roots or {})

@@ -238,7 +238,7 @@ class _TensorNode(_Node):
 class _GeneratorNode(_Node):
     def __init__(self, generator: Any) -> None:
         self._generator = generator
-        self._state = _generator_state(generator)
+        self._state = generator_state(generator)
 
     def restore(self, current: Any, restoring: Restoring) -> Any:
         generator = current if type(current) is type(self._generator) else self._generator
@@ -254,7 +254,8 @@ class _GeneratorNode(_Node):
         return is_generator(current)
 
 
-def _generator_state(generator: Any) -> Any:
+def generator_state(generator: Any) -> Any:
+    """The state of a random number generator, as its own reader gives it."""
     if _has_bit_generator(generator):
         return generator.bit_generator.state
     return generator.get_state() if hasattr(generator, "get_state") else generator.getstate()

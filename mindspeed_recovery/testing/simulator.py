@@ -47,7 +47,7 @@ class UnsafeMemory:
 
     * memory wrapped from outside torch (``from_numpy``, ``frombuffer``, and what ``torch.load`` returns):
       known by its storage not being resizable. State kept from a loaded file without a copy is therefore
-      host memory here;
+      host memory here, and so is, from then on, a tensor whose ``numpy()`` somebody has taken;
     * a generator's state, known by its form: uint8, one dimension, the size of ``torch.get_rng_state()``;
     * storages registered by ``host_empty``, ``host`` or ``register_host`` (data sets, loader batches, …);
     * tensors without CPU storage: meta, sparse, and subclasses that only wrap other tensors (the inner ones

@@ -4,7 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-TORCH := torch==2.13.0
+# A machine that finds no CPU build by itself: make TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+TORCH ?= torch==2.13.0
 MEGATRON := 0.12.1 0.19.2
 MEGATRON_DIRS := $(MEGATRON:%=.cache/megatron/%/.done)
 
@@ -28,7 +29,7 @@ lint: $(VENV)/.test
 $(VENV)/.torch:
 	@echo "setting up $(VENV): torch"
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) "$(TORCH)"
+	$(PIP) $(TORCH)
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.torch setup.py

@@ -37,9 +37,7 @@ from mindspeed_recovery.testing.compare import Comparison, compare_scalars, comp
 RANKS = 2
 FAULT = f"uce@rank={RANKS - 1},step=20,at=router,visit=3"
 UNSAFE = "There is unsafe data in the input tensor."
-ROLLED_BACK = (
-    "back at step"  # what the runtime logs when it has recovered and the step is about to be recomputed
-)
+ROLLED_BACK = "back at step"  # what the runtime logs when it has recovered and the step is about to be recomputed
 CURVES = {"lm loss": "lm loss", "load_balancing_loss": "MoE load balancing loss", "z_loss": "MoE z loss"}
 POLL_SECONDS = 0.2
 START_SECONDS, STEP_SECONDS = 120.0, 3.0  # what a run may take on a slow and busy machine
@@ -360,17 +358,11 @@ def draw(out: Path, fault_step: int, report: dict[str, Any]) -> None:
             axes.grid(axis="y", color="#eeeeee")
             axes.set_axisbelow(True)
             where = {"xycoords": ("data", "axes fraction"), "xytext": (7, 0), "textcoords": "offset points"}
-            axes.annotate(
-                f"memory fault\nin step {fault_step}", (fault_step, 0.98), color=red, va="top", **where
-            )
+            axes.annotate(f"memory fault\nin step {fault_step}", (fault_step, 0.98), color=red, va="top", **where)
         handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(
-            handles, labels, loc="outside lower center", ncols=len(RUNS), frameon=False, handlelength=3.5
-        )
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(RUNS), frameon=False, handlelength=3.5)
         equal = f"{report['scalars_identical']} of {report['scalars_compared']}"
-        figure.suptitle(
-            f"{equal} logged points of the recovered run are those of the run without a fault, bit for bit"
-        )
+        figure.suptitle(f"{equal} logged points of the recovered run are those of the run without a fault, bit for bit")
         figure.savefig(out / "curves.png", dpi=110)
         pyplot.close(figure)
 
@@ -424,21 +416,15 @@ def fault_problem(text: str, train_iters: int) -> str | None:
     if fault.kind != "uce":
         return f"{text}: the demonstration needs damaged memory, that is a uce fault"
     if not 2 <= fault.step <= train_iters:
-        return (
-            f"{text}: the step must be from 2 (nothing is recovered before the first update) to {train_iters}"
-        )
+        return f"{text}: the step must be from 2 (nothing is recovered before the first update) to {train_iters}"
     if fault.rank >= RANKS:
         return f"{text}: there are only ranks 0 to {RANKS - 1}"
     return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Recover a small MoE pretraining from a memory fault, bit for bit."
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: %(default)s"
-    )
+    parser = argparse.ArgumentParser(description="Recover a small MoE pretraining from a memory fault, bit for bit.")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: %(default)s")
     parser.add_argument("--train-iters", type=int, default=40, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--fault", default=FAULT, metavar="SPEC", help="a fault as in pretrain_moe.py; default: %(default)s"
@@ -480,9 +466,7 @@ def demonstrate(out: Path, train_iters: int, fault: str) -> int:
             show(run, reached, True)
 
     points = attempt(compare_scalars, out / NO_FAULT.name, out / PROTECTED.name)
-    finals = [
-        [out / run.name / f"final.rank{rank}" for run in (NO_FAULT, PROTECTED)] for rank in range(RANKS)
-    ]
+    finals = [[out / run.name / f"final.rank{rank}" for run in (NO_FAULT, PROTECTED)] for rank in range(RANKS)]
     states = [attempt(compare_states, *pair) for pair in finals]
     problems = judge(outcomes, points, states)
     report = make_report(outcomes, points, states, fault, problems)

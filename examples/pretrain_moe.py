@@ -91,10 +91,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a positive whole number")
+    return int(text)
 
 
 def _fault(text: str) -> FaultSpec:
@@ -453,6 +452,8 @@ class Pretraining:
             self.runtime.run(self.train, [])
         for milliseconds in self.runtime.recoveries if self.rank == 0 else []:
             print(f"recovery: {json.dumps(milliseconds)}", flush=True)
+        for fault in self.injector.waiting:
+            print(f"WARNING: the fault {fault} never happened: the run did not pass that point", flush=True)
         if self.writer is not None:
             self.writer.close()
         if self.args.save_final:
@@ -544,6 +545,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=os.environ.get("LOGLEVEL", "WARNING"))
     torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    for fault in args.fault:
+        if fault.rank >= world_size:
+            print(f"pretrain_moe.py: --fault {fault}: there are only {world_size} ranks", file=sys.stderr)
+            return 2
     try:
         pretrain(args, rank, world_size, rendezvous(rank, world_size))
     except Exception:

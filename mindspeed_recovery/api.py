@@ -63,7 +63,8 @@ def track(
             **rest,
         )
 
-    unknown = set(options) - {field.name for field in dataclasses.fields(StateSpec)}
+    settable = {field.name for field in dataclasses.fields(StateSpec)} - {"name", "location", "policy", "source"}
+    unknown = set(options) - settable
     if unknown:
         raise StateError(f"track(): unknown option '{min(unknown)}'")
 

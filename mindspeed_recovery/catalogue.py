@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.metadata
+import logging
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -29,6 +30,8 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:  # pragma: no cover
     import tomli as tomllib
+
+logger = logging.getLogger("mindspeed_recovery")
 
 _FILE_KEYS = {"package", "version_from", "state"}
 _OPTIONS: dict[str, type | tuple[type, ...]] = {
@@ -118,7 +121,12 @@ def installed_states(files: Iterable[Path | str]) -> list[StateSpec]:
             if name in seen:
                 raise CatalogueError(f"{file}: entry '{name}': duplicate name, also in {seen[name]}")
             seen[name] = str(file)
-        specs += catalogue.states(version)
+        states = catalogue.states(version)
+        if version is not None and not states:
+            logger.warning(
+                "%s has no states for %s %s: is it older than the catalogue?", file, catalogue.package, version
+            )
+        specs += states
     return specs
 
 

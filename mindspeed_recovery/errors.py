@@ -9,6 +9,20 @@ from __future__ import annotations
 
 FORCE_STOP = "FORCE STOP"
 
+FAULT_TEXTS = (
+    FORCE_STOP,
+    "UCE ERROR",
+    "HBM MULTI BIT ECC",
+    "HCCL OP RETRY FAILED",
+    "There is unsafe data in the input tensor",
+)
+"""What the errors of a device, or of a runtime that stops it, say. They must reach the caller of ``train()``."""
+
+
+def is_device_fault(error: BaseException) -> bool:
+    """Whether an error comes from the device or the runtime, by its text."""
+    return any(text in str(error) for text in FAULT_TEXTS)
+
 
 class RecoveryError(Exception):
     """Base class of every error that this package raises itself."""

@@ -60,7 +60,7 @@ class Training:
         source = self.copies.source(self.spec, rollback_step, replay)
         if source is None:
             return None
-        [(_, capture)] = source[1].captures.values()
+        [(_, capture)] = source[1].captures
         live = self.holder["count"].clone()
         value = float(capture.restore(self.holder["count"])[0])
         self.holder["count"].copy_(live)
@@ -320,4 +320,4 @@ def test_places_that_vanish_are_not_in_the_next_copy(memory: UnsafeMemory) -> No
     training.begin(2)
     found = training.copies.start.get("count", 2)
     assert found is not None
-    assert found.captures == {}
+    assert found.captures == []

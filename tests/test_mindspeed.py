@@ -145,7 +145,10 @@ def test_rule_importers_of_the_same_name_follow_a_patch_and_aliases_do_not(stack
 
 
 def test_rule_data_can_be_patched(stack: Stack, make_module: Any) -> None:
-    module, importer = make_module("some_data", "SIZES = [1]"), make_module("some_importer", "from some_data import SIZES")
+    module, importer = (
+        make_module("some_data", "SIZES = [1]"),
+        make_module("some_importer", "from some_data import SIZES"),
+    )
     stack.patches.register_patch("some_data.SIZES", [2])
     stack.patches.apply_patches()
     assert module.SIZES == importer.SIZES == [2]
@@ -466,7 +469,9 @@ def test_a_method_can_be_a_target(stack: Stack, install: Any, make_module: Any) 
 
 def test_a_name_that_the_module_lacks_is_an_error_with_candidates_and_is_not_made(stack: Stack, install: Any) -> None:
     install("train", "trainstep")
-    with pytest.raises(LocationError, match=rf"{LOOP}:trainstep: .* has no attribute 'trainstep'; candidates: train_step"):
+    with pytest.raises(
+        LocationError, match=rf"{LOOP}:trainstep: .* has no attribute 'trainstep'; candidates: train_step"
+    ):
         stack.run("mindspeed", FLAG)
     assert not hasattr(stack.loop(), "trainstep")
     assert f"{LOOP}.train" not in stack.patches.patches_info
@@ -481,7 +486,9 @@ def test_a_name_that_an_earlier_patch_has_made_is_an_error(stack: Stack, install
 
 def test_a_factory_whose_name_would_make_it_a_replacement_is_refused(stack: Stack, install: Any) -> None:
     install(factory=recovery_replacement)
-    with pytest.raises(StateError, match=f"{LOOP}.train: the factory 'recovery_replacement' would replace the function"):
+    with pytest.raises(
+        StateError, match=f"{LOOP}.train: the factory 'recovery_replacement' would replace the function"
+    ):
         stack.run("mindspeed", FLAG)
     assert stack.loop().train() == ["train", "step", "all layers"]
 
@@ -602,7 +609,9 @@ def test_the_stock_loops_factories_keep_the_rules() -> None:
     from mindspeed_recovery.frameworks import megatron_loop
 
     factories = megatron_loop.wrappers()
-    assert megatron_loop.wrappers() == factories  # the very same objects, or MindSpeed would take them for other wrappers
+    assert (
+        megatron_loop.wrappers() == factories
+    )  # the very same objects, or MindSpeed would take them for other wrappers
     for location, factory in factories.items():
         assert location.startswith(f"{LOOP}:")
         assert factory.__name__.startswith("recovery_"), "MindSpeed removes wrappers by name"

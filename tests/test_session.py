@@ -1122,7 +1122,7 @@ def test_summary_counts_states_and_bytes(make_module: Callable[..., Any], start:
     session = start(spec("toy:STATE", "snapshot"), spec("toy:OTHER", "snapshot", name="other"))
     session.begin_step(1)
     session.before_update(1)
-    assert session.summary() == "2 states tracked, 1 present here (16 bytes, 32 bytes in host copies)"
+    assert session.summary() == "2 states tracked, 1 present here (16 bytes; 32 bytes of host copies)"
 
 
 def test_ignored_state_is_left_alone(

@@ -325,23 +325,31 @@ def test_named_tuple_whose_number_changed_stays_a_named_tuple(buffers: Buffers) 
     assert holder["pair"].second == 1
 
 
-def test_attributes_of_the_state_itself_are_followed_and_of_objects_in_it_are_not(buffers: Buffers) -> None:
+def test_objects_in_a_state_are_followed_if_they_hold_a_tensor_themselves(buffers: Buffers) -> None:
     class Tracker:
         def __init__(self) -> None:
             self.values = torch.ones(2)
             self.config = Config()
+            self.meter = Meter()
 
     class Config:
         def __init__(self) -> None:
-            self.weight = torch.ones(2)
+            self.inner = [torch.ones(2)]
+
+    class Meter:
+        def __init__(self) -> None:
+            self.sum, self.count = torch.ones(1), 3
 
     tracker = Tracker()
-    assert [path for path, _ in tensors(tracker)] == [".values"]
+    assert [path for path, _ in tensors(tracker)] == [".values", ".meter.sum"]
     capture = Capture(tracker, buffers)
     tracker.values.zero_()
+    tracker.meter.sum += 1
+    tracker.meter.count = 7
     config = tracker.config
     capture.restore(tracker)
     assert torch.equal(tracker.values, torch.ones(2))
+    assert (tracker.meter.sum.item(), tracker.meter.count) == (1, 3)
     assert tracker.config is config
 
 

@@ -65,6 +65,8 @@ _LOADABLE = (dict, list)
 def allow_loading() -> Callable[[], None]:
     """Let ``torch.load(weights_only=True)`` of this process rebuild containers: they pickle as calls of the plain types,
     which torch does not allow by itself. (A plain deque or defaultdict cannot be loaded so either.) Returns the inverse."""
+    if not hasattr(torch.serialization, "get_safe_globals"):  # before torch 2.5 there is no such list to change
+        return lambda: None
     before = torch.serialization.get_safe_globals()
     added = [kind for kind in _LOADABLE if kind not in before]
     torch.serialization.add_safe_globals(list(added))
@@ -165,10 +167,14 @@ class Quarantine:
         self._value = value
         self._live_class = type(value)
         plain = next((base for base, new in CONTAINERS.items() if type(value) is new), None)
+        self._plain = plain
         # The class is swapped first: from then on nobody can add to contents that are being moved.
         object.__setattr__(value, "__class__", _quarantined_class(self._live_class, plain, state, location))
-        self._parked = _park(value, plain, _quarantined_class(object, None, state, location))
-        self._plain = plain
+        try:
+            self._parked = _park(value, plain, _quarantined_class(object, None, state, location))
+        except BaseException:
+            object.__setattr__(value, "__class__", self._live_class)
+            raise
 
     def lift(self) -> None:
         """Give the contents back; the container works again. Idempotent."""

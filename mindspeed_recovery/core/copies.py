@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-
-import torch
+from typing import Any
 
 from mindspeed_recovery.core.location import Place
-from mindspeed_recovery.core.memory import HostEmpty
+from mindspeed_recovery.core.memory import HostEmpty, has_device, record_event
 from mindspeed_recovery.core.policy import StateSpec
 from mindspeed_recovery.core.values import Buffers, Capture
 
@@ -28,11 +27,11 @@ class StateCopy:
     whole: bool = False
     arrived: bool = False
     taken_at: float = 0.0
-    captures: dict[str, tuple[Place, Capture]] = field(default_factory=dict)
+    captures: list[tuple[Place, Capture]] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
-        return sum(capture.nbytes for _, capture in self.captures.values())
+        return sum(capture.nbytes for _, capture in self.captures)
 
 
 class Slot:
@@ -43,14 +42,15 @@ class Slot:
         self.step = -1
         self._host_empty = host_empty
         self._copies: dict[str, StateCopy] = {}
-        self._reached: torch.Event | None = None
+        self._reached: Any = None
 
     def begin(self, step: int) -> None:
-        """From here on nothing in the slot is valid until it has been taken again."""
+        """From here on nothing in the slot is valid until it has been taken again; but what is a whole copy of this very
+        step (after a rollback to its start, or taken when the step before was logged) stays."""
         self.step = step
         self._reached = None
         for copy in self._copies.values():
-            copy.whole = copy.arrived = False
+            copy.whole = copy.arrived = copy.step == step and copy.whole and copy.arrived
 
     def take(self, spec: StateSpec, places: list[Place], step: int | None = None) -> None:
         """Copy one state, for the slot's step unless another is given. On an error the copy stays invalid and the error
@@ -60,16 +60,15 @@ class Slot:
             copy = self._copies[spec.name] = StateCopy(Buffers(self._host_empty))
         copy.whole = copy.arrived = False
         copy.step = self.step if step is None else step
-        copy.captures = {place.path: (place, Capture(place.get(), copy.buffers, place.path)) for place in places}
+        copy.captures = [(place, Capture(place.get(), copy.buffers, place.path)) for place in places]
         copy.buffers.sweep()
         copy.whole, copy.taken_at = True, time.time()
-        copy.arrived = not torch.accelerator.is_available()  # without a device a copy is done when it returns
+        copy.arrived = not has_device()  # without a device a copy is done when it returns
 
     def enqueued(self) -> None:
         """All copies of the step are on their way: note the point on the stream that must be reached first."""
-        if torch.accelerator.is_available():
-            self._reached = torch.Event()
-            self._reached.record()
+        if has_device():
+            self._reached = record_event()
 
     def settle(self) -> None:
         """Confirm that the transfers have finished. Healthy state only: after *stop* no device event may be touched.
@@ -88,8 +87,15 @@ class Slot:
         copy = self._copies.get(name)
         return copy if copy is not None and copy.step == step and copy.whole and copy.arrived else None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the slot holds no valid copy of anything."""
+        return not any(copy.whole and copy.arrived for copy in self._copies.values())
+
     def discard(self, *, after_step: int | None = None, since: float | None = None) -> None:
         """Make copies of a step later than ``after_step``, or taken at or after time ``since``, invalid."""
+        if after_step is not None and self.step > after_step:
+            self.step = -1
         for copy in self._copies.values():
             late = after_step is not None and copy.step > after_step
             if late or (since is not None and copy.taken_at >= since):
@@ -131,7 +137,7 @@ class Copies:
         if self.taking is self.update and self.update.step == rollback_step:
             return spec.settled == "before-update" or spec.replay
         begun = self.start.step == rollback_step + 1 and self.update.step <= rollback_step
-        return begun and spec.settled == "after-update"
+        return begun and spec.settled != "before-update"
 
     def discard(self, *, after_step: int | None = None, since: float | None = None) -> None:
         """See `Slot.discard`; ``after_step`` is the step that is rolled back to."""

@@ -9,7 +9,7 @@ bytes of its whole storage: its address, its views and captured graphs stay, for
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,10 +38,37 @@ class PlainMemory:
         return False
 
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=torch.accelerator.is_available())
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=has_device())
 
 
 HostEmpty = Callable[[Sequence[int], torch.dtype], Tensor]
+
+
+def _accelerator() -> Any:
+    """torch's module of the device in use, or None. ``torch.accelerator`` is there from 2.6 on."""
+    if hasattr(torch, "accelerator"):
+        return torch.accelerator if torch.accelerator.is_available() else None
+    modules = (getattr(torch, name, None) for name in ("npu", "cuda"))
+    return next((module for module in modules if module is not None and module.is_available()), None)
+
+
+def has_device() -> bool:
+    """Whether this process has a device, so that copies are asynchronous."""
+    return _accelerator() is not None
+
+
+def synchronize() -> None:
+    """Wait for what has been enqueued on the device, if there is one."""
+    module = _accelerator()
+    if module is not None:
+        module.synchronize()
+
+
+def record_event() -> Any:
+    """An event at the present end of the device's stream."""
+    event = _accelerator().Event() if not hasattr(torch, "Event") else torch.Event()
+    event.record()
+    return event
 
 
 def storage_bytes(tensor: Tensor) -> Tensor:
@@ -70,5 +97,8 @@ def refresh_zeros(tensor: Tensor) -> None:
 
 
 def nbytes(tensor: Tensor) -> int:
-    """Bytes of the whole storage behind ``tensor``."""
-    return tensor.untyped_storage().nbytes()
+    """Bytes of the whole storage behind ``tensor``; 0 for one without (sparse, fake)."""
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        return 0

@@ -15,7 +15,7 @@ from mindspeed_recovery.core.location import Place
 from mindspeed_recovery.core.memory import nbytes
 from mindspeed_recovery.core.policy import Policy, StateSpec
 from mindspeed_recovery.core.values import Buffers, Capture
-from mindspeed_recovery.errors import LocationError, StateError
+from mindspeed_recovery.errors import LocationError, QuarantineError, StateError
 
 
 @dataclass
@@ -25,9 +25,11 @@ class TrackedState:
     spec: StateSpec
     owners: list[tuple[str, Any]] = field(default_factory=list)
     """For a state on instances: path and object of each."""
-    constants: dict[str, Capture] = field(default_factory=dict)
+    constants: list[tuple[Place, Capture]] = field(default_factory=list)
     unprotected: str | None = None
-    """Why the state is not copied any more, after an error of ours in a healthy step."""
+    """Why the state is not copied any more, after an error of ours in a healthy step; until the next recovery."""
+    too_large: str | None = None
+    """Why the state is not copied at all."""
 
     @property
     def name(self) -> str:
@@ -71,6 +73,34 @@ class TrackedState:
             yield from values.tensors(place.get(), place.path)
 
 
+Pairs = list[tuple[Place, Capture]]
+
+
+def _identity(place: Place) -> tuple[int, str]:
+    return id(place.holder), place.attribute
+
+
+def pair_up(here: list[Place], taken: Pairs) -> tuple[Pairs, list[Place]]:
+    """Which capture goes to which place, and the places that no capture is of.
+
+    By holder first, since a path may have changed, then by path, since a holder may have been made anew; a capture whose
+    place is gone goes back to where it was taken.
+    """
+    rest = {_identity(place): place for place in here}
+    pairs: Pairs = []
+    later: Pairs = []
+    for place, capture in taken:
+        if rest.pop(_identity(place), None) is not None:
+            pairs.append((place, capture))
+        else:
+            later.append((place, capture))
+    by_path = {place.path: place for place in rest.values()}
+    for place, capture in later:
+        other = by_path.pop(place.path, None)
+        pairs.append((other or place, capture))
+    return pairs, list(by_path.values())
+
+
 @contextmanager
 def naming(state: TrackedState) -> Iterator[None]:
     """Put the state's name and the place of its declaration before the text of an error."""
@@ -80,6 +110,9 @@ def naming(state: TrackedState) -> Iterator[None]:
         raise type(error)(f"state '{state.name}' ({state.spec.source}): {error}") from None
     except RecursionError:
         raise StateError(f"state '{state.name}' ({state.spec.source}): its value contains itself") from None
+    except Exception as error:  # a kind of value that nobody has thought of
+        text = f"state '{state.name}' ({state.spec.source}): {type(error).__name__}: {error}; untrack it or declare 'fields'"
+        raise StateError(text) from error
 
 
 class Registry:
@@ -150,9 +183,12 @@ class Registry:
         spec, strangers = state.spec, []
         for place in state.whole() if spec.quarantine else ():
             strangers += [f"{place.path}: {holder}" for holder in container.contain(place)]
-        for place in () if state.unprotected else state.places():
-            if spec.policy is Policy.CONSTANT and place.path not in state.constants and place.get() is not None:
-                state.constants[place.path] = Capture(place.get(), buffers, f"{spec.name} {place.path}")
+        places = state.places()  # also to find out, at start, that a location cannot be right
+        if spec.policy is Policy.CONSTANT and not state.too_large:
+            known = {_identity(place) for place, _ in state.constants}
+            for place in places:
+                if _identity(place) not in known and place.get() is not None:
+                    state.constants.append((place, Capture(place.get(), buffers, f"{spec.name} {place.path}")))
         if spec.clear is not None:
             actions.check_function(spec.clear)
         return strangers
@@ -164,13 +200,16 @@ class Registry:
 
     def describe(self, state: TrackedState) -> dict[str, Any]:
         """Name, policy, location, source, number of places here and bytes of a state, for people."""
-        places = [] if state.spec.policy is Policy.IGNORED else [p for p in state.places() if p.get() is not None]
-        leaves = [tensor for place in places for _, tensor in values.tensors(place.get())]
+        try:
+            places = [] if state.spec.policy is Policy.IGNORED else [p for p in state.places() if p.get() is not None]
+            leaves = [tensor for place in places for _, tensor in values.tensors(place.get())]
+        except QuarantineError:  # a recovery is under way
+            places, leaves = [], []
         return {
             "name": state.name,
             "policy": str(state.spec.policy),
             "location": str(state.spec.location),
             "source": state.spec.source,
             "places": len(places),
-            "bytes": sum({tensor.untyped_storage()._cdata: nbytes(tensor) for tensor in leaves}.values()),
+            "bytes": sum({values.storage_key(tensor): nbytes(tensor) for tensor in leaves}.values()),
         }

@@ -21,13 +21,13 @@ import torch
 from mindspeed_recovery.core import actions, container
 from mindspeed_recovery.core.copies import Copies, Slot, StateCopy
 from mindspeed_recovery.core.location import Place
-from mindspeed_recovery.core.memory import DeviceMemory
+from mindspeed_recovery.core.memory import DeviceMemory, synchronize
 from mindspeed_recovery.core.npu_memory import device_memory
 from mindspeed_recovery.core.policy import Policy, StateSpec
-from mindspeed_recovery.core.registry import Registry, TrackedState, naming
+from mindspeed_recovery.core.registry import Registry, TrackedState, naming, pair_up
 from mindspeed_recovery.core.report import Outcome, Report
 from mindspeed_recovery.core.values import Buffers, Capture, Restoring
-from mindspeed_recovery.errors import FORCE_STOP, QuarantineError, RecoveryError, RecoveryFailed
+from mindspeed_recovery.errors import QuarantineError, RecoveryError, RecoveryFailed, is_device_fault
 
 logger = logging.getLogger("mindspeed_recovery")
 
@@ -57,11 +57,12 @@ class Session:
         self.reports: list[Report] = []
         self._roots = dict(roots or {})
         self._strict = strict
-        self._is_fault = is_fault or (lambda error: str(error).startswith(FORCE_STOP))
+        self._is_fault = is_fault or is_device_fault
         self._constants = Buffers(self.memory.host_empty)
         self._constants_checked = False
         self._measured: set[str] = set()
-        self._owners_known = True
+        self._strangers: set[tuple[str, str]] = set()
+        self._owners_known = False  # objects made between `start` and the first step are found with it
         self._warned = False
         self._undo_loading: Callable[[], None] = lambda: None
         self._gate = threading.Lock()
@@ -93,7 +94,7 @@ class Session:
             self.registry.find_owners(self._roots)
             with naming(state):
                 self._adopt(state)
-        except RecoveryError:
+        except Exception:
             self.registry.remove(spec.name)
             raise
 
@@ -109,7 +110,7 @@ class Session:
         for state in list(self.registry):
             try:
                 self.untrack(state.name)
-            except RecoveryError as error:
+            except Exception as error:
                 logger.debug("state '%s' is not where it was: %s", state.name, error)
         self._undo_loading()
 
@@ -118,14 +119,17 @@ class Session:
         described = [self.registry.describe(state) for state in self._protected()]
         here = [d for d in described if d["places"]]
         size = sum(d["bytes"] for d in here)
+        copied = sum(d["bytes"] * (2 if Policy(d["policy"]).copied else d["policy"] == Policy.CONSTANT) for d in here)
         return (
-            f"{len(described)} states tracked, {len(here)} present here "
-            f"({size} bytes, {self.copies.nbytes} bytes in host copies)"
+            f"{len(described)} states tracked, {len(here)} present here ({size} bytes; {copied} bytes of host copies)"
         )
 
     def _adopt(self, state: TrackedState) -> None:
         self._check_size(state)
         for holder in self.registry.adopt(state, self._constants):
+            if (state.name, holder) in self._strangers:
+                continue
+            self._strangers.add((state.name, holder))
             logger.warning("state '%s': %s still holds the object that stood there before", state.name, holder)
 
     def _check_size(self, state: TrackedState) -> None:
@@ -137,10 +141,10 @@ class Session:
         if size:
             self._measured.add(state.name)
         if size > LARGE_BYTES:
-            state.unprotected = (
+            state.too_large = (
                 f"{size} bytes, above the limit of {LARGE_BYTES} for host copies; declare it with large = true"
             )
-            logger.warning("state '%s' is not copied: %s", state.name, state.unprotected)
+            logger.warning("state '%s' is not copied: %s", state.name, state.too_large)
 
     def _protected(self) -> Iterator[TrackedState]:
         return (state for state in self.registry if state.spec.policy is not Policy.IGNORED)
@@ -161,7 +165,9 @@ class Session:
         evaluation or a checkpoint may come before that."""
         if self._recovering:
             return
-        states = [s for s in self._protected() if s.spec.settled == "after-logging" and not s.unprotected]
+        states = [
+            s for s in self._protected() if s.spec.settled == "after-logging" and not s.unprotected and not s.too_large
+        ]
         for state in states:
             with self._harmless(state), torch.no_grad():
                 self.copies.start.take(state.spec, state.places(), step + 1)
@@ -175,6 +181,8 @@ class Session:
             return
         with self._harmless(None):
             other.settle()
+        if self._recovering:  # stop came while this waited: the other slot may be all there is
+            return
         self.copies.taking = slot
         slot.begin(step)
         if not self._owners_known:
@@ -189,13 +197,15 @@ class Session:
                     self._commit_state(state, slot)
         with self._harmless(None):
             slot.enqueued()
+            if other.is_empty:  # the first copy of a process: nothing else could serve a fault in the meantime
+                slot.settle()
         with self._gate:
             if not self._recovering:
                 self.copies.taking = None
         self._constants_checked = True
 
     def _commit_state(self, state: TrackedState, slot: Slot) -> None:
-        if state.unprotected:
+        if state.unprotected or state.too_large:
             return
         spec = state.spec
         if spec.quarantine or spec.policy is Policy.CONSTANT:
@@ -205,17 +215,17 @@ class Session:
         wanted = spec.policy.copied and (slot is self.copies.start or spec.settled != "after-update")
         if wanted or (spec.replay and slot is self.copies.update):
             self._check_size(state)
-            if not state.unprotected:
+            if not state.too_large and slot.get(spec.name, slot.step) is None:
                 slot.take(spec, state.places())
 
     def _check_constants(self, state: TrackedState) -> None:
-        for place in state.places():
-            constant = state.constants.get(place.path)
-            if constant is not None and not constant.matches(place.get()):
+        for pair in list(state.constants):
+            place, constant = pair
+            if not constant.matches(place.get()):
                 logger.warning(
-                    "state '%s' at %s changed after adoption; the copy is taken again", state.name, place.path
+                    "state '%s' at %s changed after adoption; its copy is taken again", state.name, place.path
                 )
-                del state.constants[place.path]
+                state.constants.remove(pair)
         self.registry.adopt(state, self._constants)
 
     @contextmanager
@@ -303,6 +313,8 @@ class Session:
                         self._restore(state, report.step, False, outcome)
                     report.unsafe += self._unsafe(state)
         self.reports.append(report)
+        for state in self.registry:
+            state.unprotected = None  # whatever a step of before could not copy may be well again
         self._open()
         for line in report.failures:
             logger.warning("recovery %d, step %d is not exact: %s", report.number, report.step, line)
@@ -332,16 +344,17 @@ class Session:
         if spec.policy is Policy.RESET:
             if replay and spec.replay:
                 self._restore_sums(state, step, outcome)
-            else:
+            elif not replay or isinstance(spec.to, str):
                 self._reset(state)
+            # A flag or a number waits for `after_rollback`: the replay must find it (a running timer) as it was.
         elif spec.policy is Policy.DROP:
             for place in state.places():
                 actions.drop(place, spec)
         elif spec.policy is Policy.CONSTANT:
             restoring = Restoring()
-            for place in state.places():
-                if place.path in state.constants:
-                    _put_back(place, state.constants[place.path], restoring)
+            pairs, _ = pair_up(state.places(), state.constants)  # a place without a copy is adopted with the next step
+            for place, constant in pairs:
+                _put_back(place, constant, restoring)
         else:
             self._restore_copied(state, step, replay, outcome)
 
@@ -353,7 +366,7 @@ class Session:
             for place in state.places():
                 actions.reset(place, state.spec)
             outcome.action, outcome.source = "replayed", source[0]
-            self._put_copy_back(state, source[1])
+            self._put_copy_back(state, source[1], outcome)
         elif self.copies.live_is(state.spec, step) and not self._unsafe(state):
             outcome.action = "kept"
         else:
@@ -365,7 +378,7 @@ class Session:
         source = self.copies.source(state.spec, step, replay)
         if source is not None:
             outcome.source = source[0]
-            self._put_copy_back(state, source[1])
+            self._put_copy_back(state, source[1], outcome)
             return
         if all(place.get() is None for place in state.places()):
             outcome.action = "absent"
@@ -375,20 +388,20 @@ class Session:
         if not unsafe and (self._report.from_checkpoint or self.copies.live_is(state.spec, step)):
             outcome.action = "loaded" if self._report.from_checkpoint else "kept"
             return
-        outcome.error = (
-            f"no copy of the end of step {step} ({'unsafe' if unsafe else state.unprotected or 'left as it is'}); "
-            f"tried {', '.join(outcome.tried)}"
-        )
+        reason = "unsafe" if unsafe else state.too_large or state.unprotected or "left as it is"
+        outcome.error = f"no copy of the end of step {step} ({reason}); tried {', '.join(outcome.tried)}"
         outcome.fatal = state.spec.on_missing == "error"
 
-    def _put_copy_back(self, state: TrackedState, copy: StateCopy) -> None:
-        here = {place.path: place for place in state.places()}
+    def _put_copy_back(self, state: TrackedState, copy: StateCopy, outcome: Outcome) -> None:
+        pairs, new = pair_up(state.places(), copy.captures)
         restoring = Restoring()
-        for path, (place, capture) in copy.captures.items():
-            _put_back(here.get(path, place), capture, restoring)
-        for path, place in here.items():
-            if path not in copy.captures:  # made by the aborted step
+        for place, capture in pairs:
+            _put_back(place, capture, restoring)
+        for place in new:
+            if isinstance(place.holder, dict):  # an item that the aborted step made
                 place.remove()
+            else:
+                outcome.error = f"{place.path} appeared after its copy was taken, and was left as it is"
 
     def _unsafe(self, state: TrackedState) -> list[str]:
         return [path for path, tensor in state.tensors() if self.memory.is_unsafe(tensor)]
@@ -429,8 +442,10 @@ class Session:
         """No autograd; whatever was enqueued has happened at the end."""
         with torch.no_grad():
             yield
-            if torch.accelerator.is_available():
-                torch.accelerator.synchronize()
+        try:
+            synchronize()
+        except RuntimeError as error:  # a device that is still stopped says so again at the next operation
+            logger.debug("the device does not synchronise: %s", error)
 
 
 _DONE = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from enum import Enum
 from typing import Any, TypeGuard
 
@@ -32,7 +32,7 @@ def children(value: Any, top: bool = False) -> Iterator[tuple[str, Any]]:
     """The parts of a value that can hold tensors, with the text that leads to each.
 
     Dicts, sequences, sets, dataclass instances and modules are followed at any depth; the attributes of any other object
-    only where it is itself the state (``top``), so that a walk never strays into the framework.
+    where it is itself the state (``top``) or holds a tensor directly, so that a walk never strays into the framework.
     """
     if isinstance(value, Mapping):
         for index, (key, item) in enumerate(list(value.items())):
@@ -51,7 +51,9 @@ def is_record(value: Any, top: bool = False) -> bool:
         return False
     if dataclasses.is_dataclass(value) or isinstance(value, nn.Module):
         return True
-    return top and hasattr(value, "__dict__") and not callable(value)
+    if callable(value) or not hasattr(value, "__dict__"):
+        return False
+    return top or any(isinstance(item, Tensor) for item in list(vars(value).values()))
 
 
 def _attributes(record: Any) -> list[str]:
@@ -74,6 +76,14 @@ def is_generator(value: Any) -> bool:
 
 def _has_bit_generator(value: Any) -> bool:
     return hasattr(getattr(value, "bit_generator", None), "state")
+
+
+def storage_key(tensor: Tensor) -> int:
+    """What tensors that share a storage have in common, while it lives; the tensor itself where it has no storage."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
 
 
 def tensors(value: Any, path: str = "", top: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -114,16 +124,24 @@ class Restoring:
     """What belongs to one restore: no storage gets two different copies, and tensors that shared one share one again."""
 
     def __init__(self) -> None:
-        self._written: dict[int, Tensor] = {}
+        # With the tensor, so that no storage made later has the address of one that was written.
+        self._written: dict[int, tuple[Tensor, Tensor]] = {}
         self._fresh: dict[int, torch.UntypedStorage] = {}
+        self._claims: dict[int, tuple[Any, _Node]] = {}
+        self.results: dict[int, Any] = {}
+
+    def claim(self, value: Any, node: _Node) -> bool:
+        """Whether ``node`` may write into ``value``: nobody else has. The aborted step may have put one object into two
+        places that had one each."""
+        return self._claims.setdefault(id(value), (value, node))[1] is node
 
     def write(self, tensor: Tensor, host: Tensor) -> bool:
         """Write ``host`` over the storage of ``tensor``; False if that has been given another copy already."""
-        key = tensor.untyped_storage()._cdata
+        key = storage_key(tensor)
         if key not in self._written:
             memory.load(tensor, host)
-            self._written[key] = host
-        written = self._written[key]
+            self._written[key] = (tensor, host)
+        written = self._written[key][1]
         return written is host or torch.equal(written, host)  # one storage may have been copied for several places
 
     def fresh(self, host: Tensor, device: torch.device) -> torch.UntypedStorage:
@@ -141,13 +159,22 @@ class Capture:
     def __init__(self, value: Any, buffers: Buffers, path: str = "") -> None:
         self.nbytes = 0
         self._by_storage: dict[int, Tensor] = {}
+        self._nodes: dict[int, _Node] = {}
         self._root = self._take(value, buffers, path, top=True)
-        self._by_storage.clear()  # addresses mean nothing once a storage may have been freed
+        # Addresses mean nothing once what was there may have been freed.
+        self._by_storage.clear()
+        self._nodes.clear()
 
     def _take(self, value: Any, buffers: Buffers, path: str, top: bool) -> _Node:
+        node = self._nodes.get(id(value))
+        if node is None:  # an object that stands in several places has one node
+            node = self._nodes[id(value)] = self._make(value, buffers, path, top)
+        return node
+
+    def _make(self, value: Any, buffers: Buffers, path: str, top: bool) -> _Node:
         if isinstance(value, Tensor):
             # Tensors that share a storage share its one copy.
-            key = value.untyped_storage()._cdata
+            key = storage_key(value)
             host = self._by_storage.get(key)
             if host is None:
                 host = self._by_storage[key] = buffers.get(path, memory.nbytes(value))
@@ -156,7 +183,7 @@ class Capture:
             return _TensorNode(value, host)
         if is_generator(value):
             return _GeneratorNode(value)
-        if hasattr(value, "__array_interface__"):
+        if getattr(value, "shape", None) and hasattr(value, "__array_interface__"):  # a numpy array, not a number
             return _ArrayNode(value)
         if isinstance(value, Mapping):
             items = {}
@@ -177,7 +204,7 @@ class Capture:
 
         ``restoring``: shared by the restores that belong together.
         """
-        return self._root.restore(current, restoring or Restoring())
+        return self._root.put_back(current, restoring or Restoring())
 
     def matches(self, current: Any) -> bool:
         """Whether ``current`` still has the structure and bytes of the copy (its tensors must all be safe)."""
@@ -185,6 +212,12 @@ class Capture:
 
 
 class _Node:
+    def put_back(self, current: Any, restoring: Restoring) -> Any:
+        """`restore`, once: what stood in several places does so again."""
+        if id(self) not in restoring.results:
+            restoring.results[id(self)] = self.restore(current, restoring)
+        return restoring.results[id(self)]
+
     def restore(self, current: Any, restoring: Restoring) -> Any:
         raise NotImplementedError
 
@@ -212,6 +245,8 @@ class _TensorNode(_Node):
         self._host = host
         self._shape, self._stride, self._offset = tensor.shape, tensor.stride(), tensor.storage_offset()
         self._dtype, self._device = tensor.dtype, tensor.device
+        self._is_parameter = isinstance(tensor, nn.Parameter)
+        self._requires_grad = tensor.requires_grad and tensor.is_leaf
 
     def _fits(self, tensor: Any) -> TypeGuard[Tensor]:
         return (
@@ -227,9 +262,11 @@ class _TensorNode(_Node):
             if self._fits(tensor) and restoring.write(tensor, self._host):
                 return tensor
         storage = restoring.fresh(self._host, self._device)
-        return torch.empty(0, dtype=self._dtype, device=self._device).set_(
-            storage, self._offset, self._shape, self._stride
-        )
+        fresh = torch.empty(0, dtype=self._dtype, device=self._device)
+        fresh.set_(storage, self._offset, self._shape, self._stride)
+        if self._is_parameter:
+            return nn.Parameter(fresh, requires_grad=self._requires_grad)
+        return fresh.requires_grad_() if self._requires_grad else fresh
 
     def matches(self, current: Any) -> bool:
         return self._fits(current) and torch.equal(memory.storage_bytes(current).cpu(), self._host)
@@ -241,7 +278,7 @@ class _GeneratorNode(_Node):
         self._state = generator_state(generator)
 
     def restore(self, current: Any, restoring: Restoring) -> Any:
-        generator = current if type(current) is type(self._generator) else self._generator
+        generator = self._generator  # the one that stood here, as with tensors
         if _has_bit_generator(generator):
             generator.bit_generator.state = self._state
         elif hasattr(generator, "set_state"):
@@ -272,7 +309,7 @@ class _ArrayNode(_Node):
             self._array.shape,
             self._array.dtype,
         )
-        if not same:
+        if not same or not restoring.claim(current, self):
             return self._array.copy()
         current[...] = self._array
         return current
@@ -289,10 +326,11 @@ class _DictNode(_Node):
 
     def restore(self, current: Any, restoring: Restoring) -> Any:
         old = current if isinstance(current, Mapping) else {}
-        items = {key: node.restore(old.get(key), restoring) for key, node in self._items.items()}
-        if not issubclass(self._kind, dict):  # a read-only view
+        items = {key: node.put_back(old.get(key), restoring) for key, node in self._items.items()}
+        if not issubclass(self._kind, MutableMapping):  # a read-only view
             return self._kind(items)
-        target: Any = current if isinstance(current, self._kind) else self._empty()
+        in_place = isinstance(current, self._kind) and restoring.claim(current, self)
+        target: Any = current if in_place else self._empty()
         target.clear()
         target.update(items)
         return target
@@ -318,11 +356,11 @@ class _SequenceNode(_Node):
         same_kind = isinstance(current, self._kind)
         old = list(current) if same_kind and not isinstance(current, (set, frozenset)) else []
         old += [None] * (len(self._items) - len(old))
-        items = [node.restore(value, restoring) for node, value in zip(self._items, old)]
+        items = [node.put_back(value, restoring) for node, value in zip(self._items, old)]
         if issubclass(self._kind, (tuple, frozenset)):
             unchanged = same_kind and len(current) == len(items) and all(a is b for a, b in zip(current, items))
             return current if unchanged else self._build(items)
-        if not same_kind:
+        if not same_kind or not restoring.claim(current, self):
             return self._build(items)
         current.clear()
         (current.update if isinstance(current, set) else current.extend)(items)
@@ -345,8 +383,9 @@ class _RecordNode(_Node):
         self._parts = parts
 
     def restore(self, current: Any, restoring: Restoring) -> Any:
-        record = current if type(current) is self._kind else object.__new__(self._kind)
-        parts = {key: node.restore(getattr(record, key, None), restoring) for key, node in self._parts.items()}
+        in_place = type(current) is self._kind and restoring.claim(current, self)
+        record = current if in_place else object.__new__(self._kind)
+        parts = {key: node.put_back(getattr(record, key, None), restoring) for key, node in self._parts.items()}
         for key in _attributes(record):
             if key not in parts:
                 object.__delattr__(record, key)

@@ -33,7 +33,7 @@ import sys
 import typing
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -155,23 +155,32 @@ _PROPERTIES = SimpleNamespace(name="cpu", major=9, minor=0, total_memory=2**30, 
 """Of the device that the CPU stands for: recent enough that Megatron takes no path for old ones."""
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """A device operation that has no counterpart on a CPU."""
+def _answering(value: Callable[[], Any] = lambda: None) -> Callable[..., Any]:
+    """A new function for whatever arguments. torch._dynamo refuses to find one function under two names of torch."""
+    return lambda *args, **kwargs: value()
 
 
 def _change_torch_for_training() -> None:
     cuda = torch.cuda
-    answers: dict[str, Callable[..., Any]] = {
-        "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "get_device_name": lambda device=None: _PROPERTIES.name,
-        "get_device_properties": lambda device=None: _PROPERTIES,
-        "get_device_capability": lambda device=None: (_PROPERTIES.major, _PROPERTIES.minor),
-        "memory_stats": lambda device=None: defaultdict(int),
-        **dict.fromkeys(("set_device", "set_stream", "synchronize", "empty_cache"), _nothing),
+    nothing = ("set_device", "set_stream", "synchronize", "empty_cache")
+    memory = (
+        "memory_allocated",
+        "max_memory_allocated",
+        "memory_reserved",
+        "max_memory_reserved",
+        "device_memory_used",
+    )
+    answers = {
+        "is_available": _answering(lambda: True),
+        "device_count": _answering(lambda: 1),
+        "get_device_name": _answering(lambda: _PROPERTIES.name),
+        "get_device_properties": _answering(lambda: _PROPERTIES),
+        "get_device_capability": _answering(lambda: (_PROPERTIES.major, _PROPERTIES.minor)),
+        "stream": _answering(nullcontext),
+        "memory_stats": _answering(lambda: defaultdict(int)),
+        **{name: _answering() for name in nothing},
+        **{name: _answering(lambda: 0) for name in memory},
     }
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "device_memory_used"):
-        answers[name] = lambda device=None: 0
     for name, answer in answers.items():
         _changes.set(cuda, name, answer)
     if not hasattr(typing, "override"):  # Python before 3.12; 0.18 and later import it
@@ -251,7 +260,7 @@ def _change_torch_norm(module: ModuleType) -> None:
 def _change_datasets_utils(module: ModuleType) -> None:
     # Rank 0 of pretrain() runs make in the installed package; the wheels hold the built library already.
     if _training:
-        _changes.set(module, "compile_helpers", _nothing)
+        _changes.set(module, "compile_helpers", _answering())
 
 
 _MEGATRON: dict[str, Callable[[ModuleType], None]] = {
@@ -382,10 +391,10 @@ def cpu_mode() -> Iterator[None]:
 def install(*, training: bool = False) -> None:
     """Make megatron-core usable without a device, whether it is imported already or only later.
 
-    ``training``: for ``megatron.training`` too, which refuses to start where ``torch.cuda`` finds no device: it then
-    reports one device without memory statistics. A second call does nothing. Call it before Megatron is imported where that is possible: without triton,
-    Megatron 0.18 and later cannot be imported earlier, and functions that Megatron (0.16 and later) marked for
-    compilation earlier are compiled in the first step.
+    ``training``: for ``megatron.training`` too, which refuses to start where ``torch.cuda`` finds no device; it is then
+    told of one device, without memory statistics. A second call does nothing. Call it before Megatron is imported where
+    that is possible: without triton, Megatron 0.18 and later cannot be imported earlier, and functions that Megatron
+    (0.16 and later) marked for compilation earlier are compiled in the first step.
 
     Raises:
         RuntimeError: a CUDA device is there; this module would hide it.

@@ -35,7 +35,9 @@ _FEATURE_MODULE = "mindspeed.features_manager.feature"
 _MANAGER_MODULE = "mindspeed.features_manager.features_manager"
 _PATCH_MODULE = "mindspeed.patch_utils"
 _LOOP = "megatron.training.training"
-_OWN_LOOP = "mindspeed_llm.training.training"  # MindSpeed-LLM trains with its own copies of some of the loop's functions
+_OWN_LOOP = (
+    "mindspeed_llm.training.training"  # MindSpeed-LLM trains with its own copies of some of the loop's functions
+)
 
 _installation: _Installation | None = None
 

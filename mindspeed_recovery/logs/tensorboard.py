@@ -8,55 +8,75 @@ takes one back reliably (``purge_step`` cuts the curves that are drawn over cons
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from typing import Any
 
 
 class HeldEvents:
-    """Stands between a ``SummaryWriter`` and its event file. A `LogSink` of a runtime; one thread at a time."""
+    """Stands between a ``SummaryWriter`` and its event file. A `LogSink` of a runtime; one thread at a time.
+
+    Only the file that the writer has open now is held: ``add_scalars`` and ``add_hparams`` write files of their own, which
+    go through as before, as does a file that the writer opens after ``close()``.
+    """
 
     def __init__(self, writer: Any) -> None:
         """Hold the events of ``writer``, a ``torch.utils.tensorboard.SummaryWriter`` that is open."""
         self._file_writer = writer.file_writer
         self._events = self._file_writer.event_writer
         self._file_writer.event_writer = self
+        self._closed = False
         self._step = 0
-        self._held: list[tuple[int, Any]] = []
-        # (tag, step) pairs by training step. A rollback never goes back behind the last settled step, so older ones
-        # cannot come again and are forgotten.
-        self._said: dict[int, set[tuple[str, int]]] = {}
+        self._held: deque[tuple[int, Any]] = deque()
+        # How often each (tag, step) was written, by training step: in this attempt at the step, and at most in one before.
+        # A rollback never goes back behind the last settled step, so older ones are forgotten.
+        self._now: dict[int, Counter[tuple[str, int]]] = {}
+        self._before: dict[int, Counter[tuple[str, int]]] = {}
 
     def uninstall(self) -> None:
         """Write what is held and give the writer its own event queue back."""
+        if self._closed:
+            return
         self._release(self._step)
+        self._closed = True
         if self._file_writer.event_writer is self:
             self._file_writer.event_writer = self._events
 
     # ---- the runtime's side ----------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
-        """Events from now on belong to training step ``step``."""
+        """Events from now on belong to training step ``step``, of which this is a new attempt."""
         self._step = step
+        self._end_attempt(step)
 
     def settle(self, step: int) -> None:
         """No recovery will go back before the end of ``step``: its events, and all before, go to the file."""
+        if self._closed:
+            return
         self._release(step)
         self._events.flush()
-        self._said = {at: keys for at, keys in self._said.items() if at >= step}
+        for counts in (self._now, self._before):
+            for old in [at for at in counts if at < step]:
+                del counts[old]
 
     def rollback(self, step: int) -> None:
-        """Training goes back to the end of ``step``: events of later steps never were."""
-        self._held = [(at, event) for at, event in self._held if at <= step]
-        self._said = {at: keys for at, keys in self._said.items() if at <= step}
+        """Training goes back to the end of ``step``: events of later steps never were, and what is written again for
+        ``step`` is written only where it was not written before."""
+        self._held = deque((at, event) for at, event in self._held if at <= step)
+        for at in list(self._now):
+            self._end_attempt(at)
+        self._before = {at: counts for at, counts in self._before.items() if at <= step}
         self._step = step
 
     # ---- the SummaryWriter's side ----------------------------------------------------------------------------------
 
     def add_event(self, event: Any) -> None:
-        """Hold ``event`` unless all it says has been said: the first write of a (tag, step) wins."""
-        keys = {(value.tag, event.step) for value in event.summary.value} if event.HasField("summary") else set()
-        if keys and all(any(key in said for said in self._said.values()) for key in keys):
+        """Hold ``event`` unless an earlier attempt at this step has written all of it: the first write wins."""
+        keys = [(value.tag, event.step) for value in event.summary.value] if event.HasField("summary") else []
+        now = self._now.setdefault(self._step, Counter())
+        now.update(keys)
+        before = self._before.get(self._step, Counter())
+        if keys and all(now[key] <= before[key] for key in keys):
             return
-        self._said.setdefault(self._step, set()).update(keys)
         self._held.append((self._step, event))
 
     def flush(self) -> None:
@@ -65,7 +85,7 @@ class HeldEvents:
 
     def close(self) -> None:
         """Write everything: the run is over."""
-        self._release(self._step)
+        self.uninstall()
         self._events.close()
 
     def reopen(self) -> None:
@@ -74,10 +94,15 @@ class HeldEvents:
     def get_logdir(self) -> str:
         return self._events.get_logdir()
 
+    def _end_attempt(self, step: int) -> None:
+        self._before[step] = self._before.get(step, Counter()) | self._now.pop(step, Counter())
+
     def _release(self, step: int) -> None:
-        held, self._held = self._held, []
-        for at, event in held:
+        later: deque[tuple[int, Any]] = deque()
+        while self._held:  # one by one: an error of the file loses no more than the event it came with
+            at, event = self._held.popleft()
             if at <= step:
                 self._events.add_event(event)
             else:
-                self._held.append((at, event))
+                later.append((at, event))
+        self._held = later

@@ -94,16 +94,24 @@ class _ModelCopy:
 
     def take(self, job: Recoverable, step: int, host_empty: memory.HostEmpty) -> None:
         self.step = -1
+        old, self._host = self._host, {}
         for key, tensor in _storages(job.tensors()).items():
-            host = self._host.get(key)
+            host = old.get(key)
             if host is None or host.numel() != memory.nbytes(tensor):
-                host = self._host[key] = host_empty([memory.nbytes(tensor)], torch.uint8)
+                host = host_empty([memory.nbytes(tensor)], torch.uint8)
             memory.save(tensor, host)
+            self._host[key] = host
         self._host_state = job.host_state()
         self.step = step
 
     def put_back_tensors(self, job: Recoverable) -> None:
+        """Raise RecoveryFailed for a tensor that was made after the copy."""
         for key, tensor in _storages(job.tensors()).items():
+            if key not in self._host:
+                raise RecoveryFailed(
+                    f"a {tuple(tensor.shape)} tensor of the optimizer was made after step {self.step}, whose copy is to be "
+                    "put back; load the last checkpoint"
+                )
             memory.load(tensor, self._host[key])
 
     def put_back_host_state(self, job: Recoverable) -> None:
@@ -148,7 +156,7 @@ class StandaloneRuntime:
         self._copies = (_ModelCopy(), _ModelCopy())
         self._lines: dict[int, Any] = {}
         self._marks: dict[str, int] = {}
-        self._done = self._first = 0
+        self._done = self._first = self._agreed = 0
         self._epoch = 1
         self._retries: dict[int, int] = {}
         self._window = threading.Condition()
@@ -167,7 +175,7 @@ class StandaloneRuntime:
         Raises the error of ``train`` if it is not a fault, and RecoveryFailed if a recovery failed or another rank's
         job ended.
         """
-        self._done = self._first = step
+        self._done = self._first = self._agreed = step
         self._marks = {"log": step}
         self._copies[0].take(self._job, step, self._device.host_empty)
         thread = threading.Thread(target=self._control, name="recovery", daemon=True)
@@ -188,7 +196,14 @@ class StandaloneRuntime:
             thread.join(self._timeout)
 
     def begin_step(self, step: int) -> None:
-        """Step ``step`` begins; everything of the step before it has been done."""
+        """Step ``step`` begins; everything of the step before it has been done, here and, its update, on every rank: from
+        now on no rank can fall back behind it."""
+        if step - 1 > self._agreed:
+            updated, key = False, self._key(f"updated/{step - 1}")
+            while not updated and not self._stopping:
+                updated = self._store.add(key, 0) >= self._world_size
+                if not updated:
+                    time.sleep(_POLL_SECONDS)
         if self._sink is not None:
             self._sink.settle(step - 1)
             self._sink.begin(step)
@@ -209,6 +224,7 @@ class StandaloneRuntime:
         copy = min(self._copies, key=lambda copy: copy.step)
         copy.take(self._job, step, self._device.host_empty)
         self._lines = {step: line}
+        self._store.add(self._key(f"updated/{step}"), 1)
         with self._window:
             self._done, self._updating = step, False
             self._window.notify_all()
@@ -254,11 +270,13 @@ class StandaloneRuntime:
 
     def _finish(self) -> bool:
         """Wait until every rank has finished (True) or a recovery calls this rank back (False)."""
-        self._store.add(self._key("finished"), 1)
-        finished = lambda: self._store.add(self._key("finished"), 0) >= self._world_size  # noqa: E731
-        while not (done := finished()) and not self._stopping and self._failure is None:
+        key = self._key("finished")
+        self._store.add(key, 1)
+        while self._store.add(key, 0) < self._world_size:
+            if self._stopping or self._resume.is_set() or self._failure is not None:
+                return False
             time.sleep(_POLL_SECONDS)
-        return done
+        return True
 
     def _wait_for_recovery(self) -> None:
         deadline = time.monotonic() + 4 * self._timeout
@@ -333,9 +351,11 @@ class StandaloneRuntime:
     def _can_finish_update(self) -> bool:
         """Whether a rank that is writing its parameters will come to the end of that: only if every failed rank has
         finished the same update, and so sent all that its peers need."""
+        if self._failure is not None:  # also if the store is gone
+            return False
         keys = [self._key(f"done/{rank}") for rank in range(self._world_size)]
         failed_after = [int(self._store.get(key)) for key in keys if self._store.check([key])]
-        return self._failure is None and bool(failed_after) and min(failed_after) > self._done
+        return bool(failed_after) and min(failed_after) > self._done
 
     def _clean(self) -> None:
         checked = self._kind
@@ -381,7 +401,7 @@ class StandaloneRuntime:
             self._session.before_rollback(step, replay=replay)
         copy.put_back_tensors(self._job)
         copy.put_back_host_state(self._job)
-        self._done = step
+        self._done = self._agreed = step
         for other in self._copies:
             other.step = other.step if other.step <= step else -1
         if self._sink is not None:

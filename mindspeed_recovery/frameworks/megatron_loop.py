@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin in Megatron's own training loop, ``megatron.training.training`` (0.12 – 0.19), without a change of a script.
+
+``pretrain()`` and ``train()`` call each other, and all the rest, by the names of that module, so each name gets a wrapper
+(`wrappers`): ``train`` builds the session and finds the runtime, ``train_step`` begins a step (or the drill's),
+``training_log`` ends its update, evaluations and the end of an iteration are marked. A runtime that recovers the job calls
+``train`` again; what a second call breaks is made good by `megatron_reentry`. The job itself is `megatron_job.Loop`.
+
+The runtime is MindIO TFT where it is loaded, else the standalone one where `use_standalone` has named a device, else none:
+the flag is then without effect, which is one WARNING. Importing this module imports neither torch nor Megatron, and no
+wrapper does anything without the flag.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import wrapt
+
+if TYPE_CHECKING:
+    from mindspeed_recovery.core.report import Report
+    from mindspeed_recovery.frameworks.megatron_job import Loop
+
+logger = logging.getLogger("mindspeed_recovery")
+
+_TRAINING = "megatron.training.training"
+
+Wrapped = Callable[..., Any]
+
+
+class Standalone(NamedTuple):
+    """What `use_standalone` was told."""
+
+    device: Any
+    store: Any
+    context: Callable[[], AbstractContextManager[Any]]
+    timeout: float
+
+
+_standalone: Standalone | None = None
+_loop: Loop | None = None
+_recoveries: list[dict[str, float]] = []
+_reports: list[Report] = []
+_installed = False
+_hooked = False
+
+
+def use_standalone(
+    device: Any,
+    store: Any,
+    *,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    timeout: float = 60.0,
+) -> None:
+    """Let the standalone runtime recover this process's training, if no other runtime is there.
+
+    ``device``, ``store``, ``context``, ``timeout``: see `StandaloneRuntime`; ``device`` is the session's memory too. All
+    process groups must be ``restartable_gloo``. Call it before ``pretrain()``, on every rank.
+    """
+    global _standalone
+    _standalone = Standalone(device, store, context, timeout)
+
+
+def recoveries() -> list[dict[str, float]]:
+    """Milliseconds by phase of each recovery of the standalone runtime in this process."""
+    return list(_recoveries)
+
+
+def reports() -> list[Report]:
+    """What the session did in each recovery of the jobs that have ended in this process."""
+    return list(_reports)
+
+
+# ---- wrappers ------------------------------------------------------------------------------------------------------------
+
+
+def wrappers() -> Mapping[str, Callable[[Wrapped], Wrapped]]:
+    """What is put around which function: a location and a factory, called with the function that stands there.
+
+    The factories are always the same objects, and return a function that is wrapped already as it is.
+    """
+    return {f"{_TRAINING}:{name}": factory for name, factory in _FACTORIES.items()}
+
+
+def install_when_loaded() -> Callable[[], None]:
+    """Wrap the loop's functions now or when ``megatron.training.training`` is loaded. Idempotent. Returns the inverse."""
+    global _installed, _hooked
+    _installed = True
+    if not _hooked:
+        _hooked = True  # wrapt keeps its hooks for the life of the process
+        wrapt.register_post_import_hook(_wrap_all, _TRAINING)
+    elif _TRAINING in sys.modules:
+        _wrap_all(sys.modules[_TRAINING])
+    return uninstall
+
+
+def uninstall() -> None:
+    """The inverse of `install_when_loaded`."""
+    global _installed
+    _installed = False
+    module = sys.modules.get(_TRAINING)
+    for name in _FACTORIES if module is not None else ():
+        function = getattr(module, name, None)
+        if getattr(function, "_recovery_wrapper", False):
+            setattr(module, name, function.__wrapped__)  # type: ignore[union-attr]
+
+
+def _wrap_all(module: ModuleType) -> None:
+    for name, factory in _FACTORIES.items() if _installed else ():
+        if hasattr(module, name):
+            setattr(module, name, factory(getattr(module, name)))
+
+
+def _around(function: Wrapped, around: Callable[..., Any]) -> Wrapped:
+    """``around(function, *args, **kwargs)`` in place of ``function``, if that is not so already."""
+    inner: Any = function
+    while inner is not None:
+        if getattr(inner, "_recovery_wrapper", False):
+            return function
+        inner = getattr(inner, "__wrapped__", None)
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return around(function, *args, **kwargs)
+
+    called._recovery_wrapper = True  # type: ignore[attr-defined]
+    return called
+
+
+def recovery_train_wrapper(train: Wrapped) -> Wrapped:
+    def run(train: Wrapped, *args: Any, **kwargs: Any) -> Any:
+        global _loop
+        if not getattr(sys.modules[_TRAINING].get_args(), "enable_recovery_safe_globals", False):
+            return train(*args, **kwargs)
+        arguments = _bind(train, args, kwargs)
+        loop = _loop = _loop or _begin(arguments.arguments)
+        return train(*args, **kwargs) if loop is None else _run(loop, train, arguments)
+
+    return _around(train, run)
+
+
+def recovery_train_step_wrapper(train_step: Wrapped) -> Wrapped:
+    def run(train_step: Wrapped, *args: Any, **kwargs: Any) -> Any:
+        if _loop is None:
+            return train_step(*args, **kwargs)
+        return _loop.train_step(train_step, _bind(train_step, args, kwargs))
+
+    return _around(train_step, run)
+
+
+def recovery_training_log_wrapper(training_log: Wrapped) -> Wrapped:
+    def run(training_log: Wrapped, *args: Any, **kwargs: Any) -> Any:
+        if _loop is None or not _loop.owns_this_thread():  # a runtime that writes an owed line by itself
+            return training_log(*args, **kwargs)
+        return _loop.log(training_log, _bind(training_log, args, kwargs))
+
+    return _around(training_log, run)
+
+
+def recovery_operations_wrapper(num_floating_point_operations: Wrapped) -> Wrapped:
+    def run(count: Wrapped, *args: Any, **kwargs: Any) -> Any:
+        operations = count(*args, **kwargs)
+        if _loop is not None:
+            _loop.add_operations(operations)
+        return operations
+
+    return _around(num_floating_point_operations, run)
+
+
+def recovery_evaluation_wrapper(evaluate: Wrapped) -> Wrapped:
+    def run(evaluate: Wrapped, *args: Any, **kwargs: Any) -> Any:
+        if _loop is None:
+            return evaluate(*args, **kwargs)
+        return _loop.evaluate(lambda: evaluate(*args, **kwargs), _bind(evaluate, args, kwargs).arguments["iteration"])
+
+    return _around(evaluate, run)
+
+
+def recovery_checkpoint_wrapper(save: Wrapped) -> Wrapped:
+    def run(save: Wrapped, *args: Any, **kwargs: Any) -> Any:
+        if _loop is None:
+            return save(*args, **kwargs)
+        return _loop.save(lambda: save(*args, **kwargs))
+
+    return _around(save, run)
+
+
+def recovery_end_of_iteration_wrapper(checkpoint_and_decide_exit: Wrapped) -> Wrapped:
+    def run(decide: Wrapped, *args: Any, **kwargs: Any) -> Any:
+        if _loop is None:
+            return decide(*args, **kwargs)
+        return _loop.end_iteration(lambda: decide(*args, **kwargs), _bind(decide, args, kwargs).arguments["iteration"])
+
+    return _around(checkpoint_and_decide_exit, run)
+
+
+def recovery_write_args_wrapper(write_args_to_tensorboard: Wrapped) -> Wrapped:
+    def run(write: Wrapped, *args: Any, **kwargs: Any) -> Any:
+        return None if _loop is not None and _loop.entries > 1 else write(*args, **kwargs)
+
+    return _around(write_args_to_tensorboard, run)
+
+
+_FACTORIES: dict[str, Callable[[Wrapped], Wrapped]] = {
+    "train": recovery_train_wrapper,
+    "train_step": recovery_train_step_wrapper,
+    "training_log": recovery_training_log_wrapper,
+    "num_floating_point_operations": recovery_operations_wrapper,
+    "evaluate_and_print_results": recovery_evaluation_wrapper,
+    "save_checkpoint_and_time": recovery_checkpoint_wrapper,
+    "checkpoint_and_decide_exit": recovery_end_of_iteration_wrapper,
+    "write_args_to_tensorboard": recovery_write_args_wrapper,
+}
+
+
+def _bind(function: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+    return inspect.signature(function).bind(*args, **kwargs)
+
+
+def _begin(arguments: dict[str, Any]) -> Loop | None:
+    """What the first call of ``train()`` sets up; None, with a WARNING, where nobody could recover this process."""
+    from mindspeed_recovery.frameworks.megatron_job import Loop
+    from mindspeed_recovery.runtimes.mindio import layout
+
+    args = sys.modules[_TRAINING].get_args()
+    mindio = layout.find_decorator() is not None
+    if not mindio and _standalone is None:
+        if args.rank == 0:
+            logger.warning(
+                "--enable-recovery-safe-globals has no effect: no recovery runtime is here. Train with MindIO TFT "
+                "(mindio_ttp, --enable-high-availability), or name a device with megatron_loop.use_standalone()"
+            )
+        return None
+    return Loop(sys.modules[_TRAINING], arguments, None if mindio else _standalone)
+
+
+def _run(loop: Loop, train: Wrapped, arguments: inspect.BoundArguments) -> Any:
+    """``train()`` until it ends. MindIO TFT comes here again by itself after each recovery."""
+    try:
+        result = loop.run(train, arguments)
+    except Exception:
+        if loop.recovered_by_itself:
+            _end(loop)
+        raise
+    except BaseException:  # an exit that train() has decided on
+        _end(loop)
+        raise
+    _end(loop)
+    return result
+
+
+def _end(loop: Loop) -> None:
+    global _loop
+    _loop = None
+    _recoveries.extend(loop.milliseconds)
+    _reports.extend(loop.reports)
+    try:
+        loop.close()
+    except Exception as error:  # must not hide how training ended
+        logger.warning("after training, the plugin could not be taken back: %s: %s", type(error).__name__, error)

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The phases of the session at the callbacks of TFT.
+
+==========  =================================================================================================
+callback    what is added
+==========  =================================================================================================
+stop        the commit gate, before the device stops
+clean       quarantine after it; "nothing to rebuild" becomes a request for repair inside an update
+repair      the losses of the last step are made fit for it; states move between the ranks after it
+rollback    the vote on the log line and restoring before it, the final reset and the check after it
+save        the quarantine is lifted before a last-words checkpoint
+==========  =================================================================================================
+
+All run on TFT's thread, `save` on one of its own. An error of ours is a warning and the original goes on: a recovery that
+works without the plugin works with it. Only what must not go on (a step that would be lost silently, a state without which
+training is wrong, a recovery that is not exact under ``strict``) makes the callback fail.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from mindspeed_recovery.core.session import Session
+from mindspeed_recovery.errors import RecoveryFailed
+from mindspeed_recovery.runtimes.mindio import layout as layouts
+from mindspeed_recovery.runtimes.mindio import losses
+from mindspeed_recovery.runtimes.mindio.agreement import Agreement
+from mindspeed_recovery.runtimes.mindio.chain import NOTHING_TO_REBUILD, OK, code
+from mindspeed_recovery.runtimes.mindio.layout import Layout, MindioLayoutError, MindioUnsupported
+from mindspeed_recovery.runtimes.mindio.plan import NO_REPAIR, RepairPlan, read_plan
+from mindspeed_recovery.runtimes.mindio.unsafe_net import UnsafeNet
+from mindspeed_recovery.runtimes.mindio.window import UpdateWindow
+from mindspeed_recovery.runtimes.standalone import LogSink
+
+logger = logging.getLogger("mindspeed_recovery")
+
+Original = Callable[[], Any]
+
+
+class Recovery:
+    """Drives the session that ``session()`` returns (None while there is none) through the recoveries of one process."""
+
+    def __init__(
+        self,
+        decorator: ModuleType,
+        session: Callable[[], Session | None],
+        sink: Callable[[], LogSink | None],
+        *,
+        max_retries: int,
+        timeout: float,
+        copy_before_update: bool,
+    ) -> None:
+        self._decorator, self._session, self._sink = decorator, session, sink
+        self._copy_before_update = copy_before_update
+        self.window = UpdateWindow()
+        self.agreement = Agreement(timeout)
+        self.net = UnsafeNet(decorator, self._active_session, self._iteration, self._model, max_retries)
+        self._layout: Layout | None = None
+        self._aside = False
+        self._copied: int | None = None
+        self._stopped = False
+        self._logged: int | None = None
+        self._plan: RepairPlan | None = None
+        self._warned: set[str] = set()
+
+    # ---- training thread -------------------------------------------------------------------------------------------
+
+    def before_window(self) -> None:
+        """The optimizer of this rank is about to write, for the first time or not, in the step after ``iteration``."""
+        session = self._active_session()
+        if session is None:
+            return
+        self._harmless("announce", self.agreement.announce)
+        if not self._copy_before_update:
+            return
+        step: int | None = None
+        try:
+            step = self._iteration() + 1
+        except Exception as error:
+            self._warn("before update", "training goes on without copies", error)
+        if step is not None and self._copied != step:
+            self._copied = step
+            session.before_update(step)  # lets faults of the device through, and nothing else
+
+    def _active_session(self) -> Session | None:
+        """The session, if there is one and an adaptor that we know. One that we do not know is refused, once."""
+        session = None if self._aside else self._session()
+        if session is None or self._layout is not None:
+            return session
+        try:
+            adaptor = layouts.find_adaptor()
+            if adaptor is None:
+                raise layouts.no_adaptor()
+            layouts.check_elastic(self._decorator, adaptor)
+        except (MindioLayoutError, MindioUnsupported) as error:
+            self._aside = True
+            logger.error("%s", error)
+            return None
+        self._layout = adaptor
+        return session
+
+    def _iteration(self) -> int:
+        """The last step that is done, logging included."""
+        assert self._layout is not None
+        return self._layout.arguments().iteration
+
+    def _log_values(self) -> Any:
+        return self._layout.log_values() if self._layout is not None else None
+
+    def _model(self) -> list[Any]:
+        return self._layout.model(self._decorator.save_handler._args) if self._layout is not None else []
+
+    # ---- TFT's thread ----------------------------------------------------------------------------------------------
+
+    def stop(self, original: Original) -> int:
+        session = self._active_session()
+        if session is not None:
+            # Before the device stops: a copy that meets FORCE STOP then belongs to a step that is given up.
+            self._stopped, self._plan, self._logged = True, None, None
+            self._harmless("stop", session.stop)
+        return code(original(), "stop")
+
+    def clean(self, original: Original) -> int:
+        result = code(original(), "clean")
+        session = self._active_session()
+        if session is None:
+            return result
+        if result == NOTHING_TO_REBUILD and self.window.is_open:
+            # TFT would leave this rank out of its repair, whatever its step: half its parameters may be updated.
+            logger.info(
+                "stopped inside the optimizer's update: this rank asks for a repair, though its memory is whole"
+            )
+            result = OK
+        if result not in (OK, NOTHING_TO_REBUILD):
+            return result
+        self._logged = self._iteration()  # a repair overwrites it with that of the source
+        error_time = self.window.opened_at if self.net.device_time_known else None
+        self.net.device_time_known = False
+        # TFT repairs such an error only if it came after the last window had opened. Its device time cannot be compared
+        # with ours, so nothing that was copied since then is trusted.
+        self._harmless("clean", lambda: session.clean(error_time))
+        return result
+
+    def repair(self, original: Original) -> int:
+        session = self._active_session()
+        plan = NO_REPAIR
+        try:
+            plan = self._plan = read_plan(self._decorator)
+        except Exception as error:
+            self._warn("repair", "what TFT has planned cannot be read, no states are exchanged", error)
+        if session is not None and plan.pairs:
+            self._harmless("before repair", lambda: losses.make_ready(self._log_values(), plan.receives))
+        result = code(original(), "repair")
+        if session is not None and result == OK and plan.pairs:
+            self._harmless("after repair", lambda: self._exchange_states(session, plan))
+        return result
+
+    def rollback(self, original: Original) -> int:
+        session, adaptor = self._active_session(), self._layout
+        if session is None or adaptor is None:
+            return code(original(), "rollback")
+        self._set_device()
+        if not self._stopped:  # a restarted process joins in here
+            self._harmless("stop", session.stop)
+        arguments, tft_step = adaptor.arguments(), self._decorator.save_handler._repair_step
+        loaded = adaptor.checkpoint_loaded() or (self._plan is not None and self._plan.loads_checkpoint)
+        step = arguments.iteration if loaded else tft_step
+        replay = False
+        if not loaded:
+            try:
+                replay = self._settle_log_line(session, adaptor, arguments, step)
+            except RecoveryFailed:
+                raise
+            except Exception as error:
+                self._warn("log line", "each rank decides for itself", error)
+                replay = arguments.iteration != step
+        before = set(vars(adaptor.rollback.mpu)) if hasattr(adaptor.rollback, "mpu") else None
+        sink = self._sink()
+        if sink is not None:
+            self._harmless("log", lambda: sink.rollback(step))
+        restore = functools.partial(session.before_rollback, step, replay=replay, from_checkpoint=loaded)
+        self._harmless("before rollback", restore)
+        result = code(original(), "rollback")
+        if before is not None:
+            self._report_dead_names(adaptor.rollback.mpu, before)
+        self._stopped, self._copied, self._plan = False, None, None
+        if result == OK:
+            self.window.rolled_back(step, tft_step)
+            self._harmless("after rollback", lambda: logger.info("%s", session.after_rollback().summary()))
+        return result
+
+    def save(self, original: Original) -> Any:
+        session = self._active_session()
+        if session is not None:
+            self._harmless("before save", session.before_save)
+        return original()
+
+    # ---- parts -----------------------------------------------------------------------------------------------------
+
+    def _settle_log_line(self, session: Session, adaptor: Layout, arguments: Any, step: int) -> bool:
+        """Whether the log line of ``step`` is written again, alike on every rank; also refuses to lose a step.
+
+        The adaptor decides on each rank by itself: it replays where ``iteration`` is not the step that it rolls back to.
+        Ranks set ``iteration`` after their own part of logging, so one may have done so and another not; the replay's
+        collectives would then wait for ever. The line is owed if *any* rank has not finished it: that rank may be the one
+        that writes it. It can be written if *every* rank has the losses of the step. Then ``iteration`` is set so that
+        the adaptor's rule gives this answer everywhere. Nothing else reads it before the adaptor sets it to the step.
+        """
+        values = adaptor.log_values()
+        losses.drop_unsafe(values, session.memory.is_unsafe)
+        known = arguments.iteration if self._logged is None else min(arguments.iteration, self._logged)
+        repaired = self._plan is not None and self._plan.receives
+        owed, mute = known < step, values is not None and values.losses_reduced_ is None
+        lost = self.window.loses_a_step(step, repaired)
+        votes = {"owed": owed, "mute": mute, "lost": lost}
+        recovery = str(getattr(self._decorator, "repair_id_", ""))
+        counts = None
+        try:
+            counts = self.agreement.vote(recovery, votes)
+        except Exception as error:
+            logger.warning("the vote on the log line of step %d failed: %s", step, error)
+        if lost or (counts is not None and counts["lost"]):
+            raise RecoveryFailed(
+                f"MindIO TFT rolls back to step {step}, but since the last checkpoint was loaded this job has not computed "
+                f"that step again (this rank holds step {self.window.done}): steps would be lost silently. Start the job "
+                "again from the checkpoint"
+            )
+        if self.window.done is not None and step > self.window.done and not repaired:
+            logger.warning(
+                "MindIO TFT rolls back to step %d without a repair of this rank, whose parameters are those of step %d",
+                step,
+                self.window.done,
+            )
+        if counts is None:
+            return arguments.iteration != step and not mute  # what the adaptor will do
+        replay = counts["owed"] > 0 and counts["mute"] == 0
+        if counts["owed"] and not replay:
+            logger.warning("the log line of step %d is missing: not every rank has its losses any more", step)
+        if not replay:
+            arguments.iteration = step
+        elif arguments.iteration == step:
+            arguments.iteration = step - 1
+        return replay
+
+    def _exchange_states(self, session: Session, plan: RepairPlan) -> None:
+        """States move between the ranks of a repair here, if the session can send and receive them.
+
+        ``session.after_repair(plan, group)``: ``group`` is the adaptor's gloo group of all ranks in this repair.
+        """
+        after_repair = getattr(session, "after_repair", None)
+        if after_repair is not None and self._layout is not None:
+            after_repair(plan, self._layout.repair_group())
+
+    def _report_dead_names(self, module: ModuleType, before: set[str]) -> None:
+        """A reset of a name that the module has never had made the name and reset nothing."""
+        for name in sorted(set(vars(module)) - before):
+            logger.info(
+                "the deployed rollback set %s.%s, a name that did not exist: that reset had no effect; the tracked states "
+                "are reset by the plugin",
+                module.__name__,
+                name,
+            )
+
+    def _set_device(self) -> None:
+        if "torch_npu" in sys.modules and hasattr(self._decorator, "set_device"):
+            self._decorator.set_device()
+
+    def _harmless(self, what: str, call: Callable[[], Any]) -> None:
+        """An error of ours must not end what TFT could have completed."""
+        try:
+            call()
+        except RecoveryFailed:
+            raise
+        except Exception as error:
+            self._warn(what, "the recovery may not be exact", error)
+
+    def _warn(self, what: str, consequence: str, error: Exception) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            logger.warning("%s: %s: %s: %s", what, consequence, type(error).__name__, error, exc_info=True)

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The controller (in rank 0) and the processor of each rank, over a store: what the C++ part of MindIO TFT does."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+
+POLL_SECONDS = 0.003
+REPLY_SECONDS = 15
+
+
+class Processor:
+    def __init__(self, tft, rank, world_size, stores, replicas, checkpoint):
+        self.tft, self.rank = tft, rank
+        self.force = False
+        self.repair_type = "unknow"
+        self._store, self._status_store = stores(), stores()
+        self._status = {"step": 0, "data": "updated"}
+        self._epoch = 0
+        self._wait = threading.Semaphore(0)
+        self._go = False
+        self._left = threading.Event()
+        self._closed = threading.Event()
+        self._controller = Controller(world_size, stores, replicas, checkpoint) if rank == 0 else None
+
+    def start(self):
+        self._publish()
+        if self._controller is not None:
+            self._controller.start()
+        threading.Thread(target=self._run, name="tft", daemon=True).start()
+
+    def close(self):
+        self._closed.set()
+        if self._controller is not None:
+            self._controller.closed.set()
+
+    # ---- training thread
+
+    def begin_updating(self):
+        if self.force:
+            self.force = False
+            raise RuntimeError("FORCE STOP. By stand-in BeginUpdating")
+        self._status["data"] = "updating"
+        self._publish()
+
+    def finished_update(self, step):
+        self._status.update(step=step, data="updated")
+        self._publish()
+
+    def report(self, state):
+        self._status_store.set(f"tft/{self._epoch}/report/{self.rank}", state)
+        if state != "RS_NORMAL":
+            self._status_store.add(f"tft/{self._epoch}/fault", 1)
+
+    def wait_next_action(self):
+        self._wait.acquire()
+        return self._go
+
+    def wait_repair_action(self):
+        self._left.set()
+        return self.wait_next_action()
+
+    def dumped(self, code):
+        self._status_store.set(f"tft/dumped/{self.rank}", str(code))
+
+    def _publish(self):
+        self._status_store.set(f"tft/status/{self.rank}", json.dumps(self._status))
+
+    # ---- TFT's thread
+
+    def _run(self):
+        number = 0
+        with self.tft.thread_context():
+            while not self._closed.is_set():
+                if not self._store.check([f"tft/command/{number}"]):
+                    time.sleep(POLL_SECONDS)
+                    continue
+                command = json.loads(self._store.get(f"tft/command/{number}"))
+                mine = command["ranks"].get(str(self.rank))
+                if mine is not None:
+                    try:
+                        code = self._do(command["op"], mine)
+                        if not isinstance(code, int):
+                            raise TypeError(f"{command['op']} answered {code!r}")
+                    except BaseException as error:  # C++ has nobody to hand it to
+                        self._store.set("tft/aborted", str(self.rank))
+                        print(f"tft: rank {self.rank} aborts: {type(error).__name__}: {error}", flush=True)
+                        os.abort()
+                    self._store.set(f"tft/reply/{number}/{self.rank}", str(code))
+                number += 1
+
+    def _do(self, op, context):
+        if op == "repair":
+            self._left.wait(REPLY_SECONDS)  # until the training thread has left train()
+        if op in ("stop", "clean"):
+            self.repair_type = context["repair_type"]
+            return getattr(self.tft, f"{op}_callback")()
+        if op in ("repair", "rollback", "save"):
+            return getattr(self.tft, f"{op}_callback")(context)
+        if op == "exit":
+            return self.tft.exit_callback()
+        if op == "resume":
+            self._epoch += 1
+            self.force = False
+            self._left.clear()
+        self._go = True
+        self._wait.release()
+        return 0
+
+
+class Controller(threading.Thread):
+    def __init__(self, world_size, stores, replicas, checkpoint):
+        super().__init__(name="tft-controller", daemon=True)
+        self.closed = threading.Event()
+        self._ranks = range(world_size)
+        self._store = stores()
+        self._replicas, self._checkpoint = replicas, checkpoint
+        self._number = 0
+        self._epoch = 0
+
+    def run(self):
+        while not self.closed.wait(POLL_SECONDS):
+            if self._store.add(f"tft/{self._epoch}/fault", 0):
+                if not self._recover():
+                    self._all("exit", {})
+                    return
+                self._epoch += 1
+
+    def _all(self, op, context, ranks=None):
+        """Give every rank its command and return the codes; a rank that does not answer has failed."""
+        per_rank = context if ranks is not None else dict.fromkeys(self._ranks, context)
+        number, self._number = self._number, self._number + 1
+        command = {"op": op, "ranks": {str(rank): mine for rank, mine in per_rank.items()}}
+        self._store.set(f"tft/command/{number}", json.dumps(command))
+        deadline = time.monotonic() + REPLY_SECONDS
+        keys = {rank: f"tft/reply/{number}/{rank}" for rank in per_rank}
+        while not self._store.check(list(keys.values())) and time.monotonic() < deadline:
+            if self._store.check(["tft/aborted"]):  # the connection of a rank that is gone is closed
+                break
+            time.sleep(POLL_SECONDS)
+        return {rank: int(self._store.get(key)) if self._store.check([key]) else 1 for rank, key in keys.items()}
+
+    def _statuses(self):
+        return {rank: json.loads(self._store.get(f"tft/status/{rank}")) for rank in self._ranks}
+
+    def _recover(self):
+        if max(status["step"] for status in self._statuses().values()) == 0:
+            print("tft: no optimizer update yet: refused", flush=True)
+            return False
+        kinds = self._reports()
+        dump = "RS_UNKNOWN" in kinds.values()
+        if any(self._all("stop", {"repair_type": "dump" if dump else "retry"}).values()):
+            return False
+        kinds = self._reports()
+        dump = dump or "RS_UNKNOWN" in kinds.values()
+        codes = self._all("clean", {"repair_type": "dump" if dump else "retry"})
+        if any(code not in (0, 2) for code in codes.values()):
+            return False
+        statuses = self._statuses()
+        step = max(status["step"] for status in statuses.values())
+        if dump:
+            self._dump(step)
+            return False
+        self._all("release", {})
+        context = {"step": step, "repair_id": self._epoch + 1, "rank_list": [], "repair_type": 3}
+        context.update(type=[], src=[], dst=[])
+        if any(kinds[rank] == "RS_UCE" and codes[rank] == 0 for rank in self._ranks):
+            plans = self._plan(context, statuses, kinds, codes)
+            if plans is None or any(self._all("repair", plans, ranks=plans).values()):
+                return False
+        if any(self._all("rollback", context).values()):
+            return False
+        self._all("resume", {})
+        return True
+
+    def _reports(self):
+        reports = {rank: f"tft/{self._epoch}/report/{rank}" for rank in self._ranks}
+        return {r: self._store.get(key).decode() if self._store.check([key]) else "" for r, key in reports.items()}
+
+    def _plan(self, context, statuses, kinds, codes):
+        from .framework_ttp.ttp_decorator import RepairType
+
+        step = context["step"]
+        hit = [rank for rank in self._ranks if kinds[rank] == "RS_UCE" and codes[rank] == 0]
+        behind = [r for r in self._ranks if statuses[r]["data"] != "updated" or statuses[r]["step"] != step]
+        behind = [rank for rank in behind if codes[rank] == 0]
+        wrong = sorted({*hit, *behind})
+        whole = [rank for rank in self._ranks if rank not in wrong and rank not in behind and codes[rank] == 0]
+        if not self._replicas or not whole:
+            if self._checkpoint is None or not os.path.exists(self._checkpoint):
+                return None
+            kind = {r: RepairType.RT_LOAD_REBUILD if r in hit else RepairType.RT_LOAD_CKPT for r in self._ranks}
+            return {rank: context | {"repair_type": kind[rank].value} for rank in self._ranks}
+        n = len(self._ranks)
+        pairs = [(next((r + i) % n for i in range(1, n) if (r + i) % n in whole), r) for r in wrong]
+        members = sorted({rank for pair in pairs for rank in pair})
+        plans = {}
+        for rank in members:
+            mine = [pair for pair in pairs if rank in pair]
+            high = RepairType.RT_UCE_HIGHLEVEL if rank in hit else RepairType.RT_RECV_REPAIR
+            plans[rank] = context | {
+                "repair_type": high.value if rank in wrong else RepairType.RT_SEND.value,
+                "type": [0 for _ in mine],
+                "src": [source for source, _ in mine],
+                "dst": [destination for _, destination in mine],
+                "rank_list": members,
+            }
+        return plans
+
+    def _dump(self, step):
+        self._all("save", {"step": step, "ranks": list(self._ranks)})
+        deadline = time.monotonic() + REPLY_SECONDS
+        keys = [f"tft/dumped/{rank}" for rank in self._ranks]
+        while not self._store.check(keys) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)

@@ -252,6 +252,12 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 raise RuntimeError("device lost")
             calls.append("synchronize")
 
+        def query(self) -> bool:
+            if "fail" in calls:
+                raise RuntimeError("device lost")
+            calls.append("query")
+            return "late" not in calls
+
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch, "Event", lambda *args, **kwargs: Event())
     return calls
@@ -265,6 +271,20 @@ def test_copy_serves_only_after_its_transfer_was_confirmed(memory: UnsafeMemory,
     assert training.served(1) == ("update(1)", 1)
     training.before_update(2)
     assert training.served(1) == ("start(2)", 1)
+
+
+@pytest.mark.parametrize(("device", "served"), [("", ("update(1)", 1)), ("late", None), ("fail", None)])
+def test_what_has_arrived_when_the_runtime_stops_serves_without_waiting(
+    memory: UnsafeMemory, events: list[str], device: str, served: tuple[str, int] | None
+) -> None:
+    training = Training(memory)
+    training.step(1)
+    events.append(device)
+    training.copies.update.poll()
+    assert training.served(1) == served
+    assert events.count("synchronize") == 1, "the start's copy was waited for at the update, nothing else"
+    training.copies.update.poll()
+    assert training.served(1) == served
 
 
 def test_asking_for_a_copy_touches_no_event(memory: UnsafeMemory, events: list[str]) -> None:

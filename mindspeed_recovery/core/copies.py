@@ -78,9 +78,20 @@ class Slot:
         """
         if self._reached is not None:
             self._reached.synchronize()
+            self._confirm()
+
+    def poll(self) -> None:
+        """Confirm that the transfers have finished if they have, without waiting; an error of the device means no."""
+        try:
+            if self._reached is not None and self._reached.query():
+                self._confirm()
+        except RuntimeError:
             self._reached = None
-            for copy in self._copies.values():
-                copy.arrived = copy.whole
+
+    def _confirm(self) -> None:
+        self._reached = None
+        for copy in self._copies.values():
+            copy.arrived = copy.whole
 
     def get(self, name: str, step: int) -> StateCopy | None:
         """The valid copy of a state at this step, if there is one. Touches no device."""

@@ -165,6 +165,7 @@ class Session:
         evaluation or a checkpoint may come before that."""
         if self._recovering:
             return
+        self.copies.update.poll()  # logging has waited for the device
         states = [
             s for s in self._protected() if s.spec.settled == "after-logging" and not s.unprotected and not s.too_large
         ]
@@ -252,9 +253,12 @@ class Session:
     # ---- recovery, on the runtime's thread -------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """All ranks: close the commit gate. Nothing else: the training thread still runs Python."""
+        """All ranks, before the device is stopped: close the commit gate. Nothing else: the training thread still runs
+        Python. What has arrived of the copies by now is known for the last time."""
         with self._gate:
             self._recovering = True
+        self.copies.start.poll()
+        self.copies.update.poll()
         self._report = Report(len(self.reports) + 1)
 
     def clean(self, error_time: float | None = None) -> None:

@@ -46,6 +46,7 @@ class Standalone(NamedTuple):
 
 _standalone: Standalone | None = None
 _loop: Loop | None = None
+_entered = False
 _recoveries: list[dict[str, float]] = []
 _reports: list[Report] = []
 _installed = False
@@ -136,9 +137,10 @@ def _around(function: Wrapped, around: Callable[..., Any]) -> Wrapped:
 
 def recovery_train_wrapper(train: Wrapped) -> Wrapped:
     def run(train: Wrapped, *args: Any, **kwargs: Any) -> Any:
-        global _loop
+        global _loop, _entered
         if not getattr(sys.modules[_TRAINING].get_args(), "enable_recovery_safe_globals", False):
             return train(*args, **kwargs)
+        _entered = True
         arguments = _bind(train, args, kwargs)
         loop = _loop = _loop or _begin(arguments.arguments)
         return train(*args, **kwargs) if loop is None else _run(loop, train, arguments)
@@ -149,6 +151,7 @@ def recovery_train_wrapper(train: Wrapped) -> Wrapped:
 def recovery_train_step_wrapper(train_step: Wrapped) -> Wrapped:
     def run(train_step: Wrapped, *args: Any, **kwargs: Any) -> Any:
         if _loop is None:
+            _warn_if_passed_by()
             return train_step(*args, **kwargs)
         return _loop.train_step(train_step, _bind(train_step, args, kwargs))
 
@@ -222,6 +225,17 @@ _FACTORIES: dict[str, Callable[[Wrapped], Wrapped]] = {
 
 def _bind(function: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
     return inspect.signature(function).bind(*args, **kwargs)
+
+
+def _warn_if_passed_by() -> None:
+    """A step is computed under the flag, but ``train()`` was not entered through its wrapper: say so, once."""
+    global _entered
+    if not _entered and getattr(sys.modules[_TRAINING].get_args(), "enable_recovery_safe_globals", False):
+        logger.warning(
+            "--enable-recovery-safe-globals has no effect: another module held train() by name before the plugin came; "
+            "put 'import mindspeed_recovery' above the framework's import"
+        )
+    _entered = True
 
 
 def _begin(arguments: dict[str, Any]) -> Loop | None:

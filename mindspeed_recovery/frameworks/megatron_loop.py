@@ -160,9 +160,10 @@ def recovery_train_step_wrapper(train_step: Wrapped) -> Wrapped:
 
 def recovery_training_log_wrapper(training_log: Wrapped) -> Wrapped:
     def run(training_log: Wrapped, *args: Any, **kwargs: Any) -> Any:
-        if _loop is None or not _loop.owns_this_thread():  # a runtime that writes an owed line by itself
+        if _loop is None:
             return training_log(*args, **kwargs)
-        return _loop.log(training_log, _bind(training_log, args, kwargs))
+        log = _loop.log if _loop.owns_this_thread() else _loop.log_again
+        return log(training_log, _bind(training_log, args, kwargs))
 
     return _around(training_log, run)
 

@@ -548,22 +548,22 @@ def test_exempt_thread_works_while_the_device_is_stopped(memory: UnsafeMemory) -
 
 def test_stop_reaches_a_running_thread(memory: UnsafeMemory) -> None:
     errors: list[str] = []
-    started = threading.Event()
+    started = threading.Barrier(4, timeout=30)
 
     def train() -> None:
         with memory.active():
             tensor = torch.ones(3)
+            started.wait()
             try:
                 while True:
                     tensor += 1
-                    started.set()
             except RuntimeError as error:
                 errors.append(str(error))
 
     threads = [threading.Thread(target=train, daemon=True) for _ in range(3)]
     for thread in threads:
         thread.start()
-    assert started.wait(10)
+    started.wait()
     memory.stop()
     for thread in threads:
         thread.join(10)

@@ -154,7 +154,14 @@ def test_interrupted_evaluation_is_made_up_for(stock, rank, visit):
     check(stock, "overlap", f"uce@rank={rank},step=3,at=eval,visit={visit}")
 
 
-@pytest.mark.parametrize(("layout", "at"), [("ep2", "backward"), ("ep2", "log"), ("pp2", "backward")])
+@pytest.mark.parametrize(
+    ("layout", "at"),
+    [
+        ("pp2", "backward"),
+        pytest.param("ep2", "backward", marks=pytest.mark.full),
+        pytest.param("ep2", "log", marks=pytest.mark.full),
+    ],
+)
 def test_other_layouts(stock, layout, at):
     check(stock, layout, f"uce@rank=1,step=4,at={at}")
 

@@ -143,6 +143,35 @@ def test_a_catalogue_that_does_not_fit_is_refused_with_entry_version_and_candida
     assert "candidates: _CUDA_RNG_STATE_TRACKER" in output
 
 
+def test_a_dump_after_clean_has_the_whole_state_in_its_file(megatron, tmp_path):
+    run(
+        megatron("0.12.1"),
+        f"""
+        tracker = parallel_state.get_moe_layer_wise_logging_tracker()
+        tracker["load_balancing_loss"] = {{"values": torch.ones(2), "reduce_group": None, "avg_group": None}}
+        rng = tensor_parallel.get_cuda_rng_tracker()
+        rng.add("model-parallel-rng", 7)
+        session = mindspeed_recovery.enable(memory=UnsafeMemory())
+        session.begin_step(1); session.before_update(1)
+        session.stop(); session.clean()
+        try:
+            len(parallel_state.get_moe_layer_wise_logging_tracker())
+        except mindspeed_recovery.QuarantineError:
+            pass
+        else:
+            raise AssertionError("no quarantine")
+        states = rng.get_states()  # what the dump itself reads is never in quarantine
+        session.before_save()
+        file = "{tmp_path}/dump.pt"
+        torch.save({{"tracker": parallel_state.get_moe_layer_wise_logging_tracker(), "rng": states}}, file)
+        loaded = torch.load(file, weights_only=True)
+        assert type(loaded["tracker"]) is dict
+        assert loaded["tracker"]["load_balancing_loss"]["values"].tolist() == [1, 1]
+        assert torch.equal(loaded["rng"]["model-parallel-rng"], states["model-parallel-rng"])
+        """,
+    )
+
+
 ATTRIBUTES = """
 def attributes():
     found = {}
@@ -170,13 +199,16 @@ def test_importing_the_package_changes_nothing(megatron):
     environment = os.environ | {"PYTHONPATH": f"{megatron('0.12.1')}{os.pathsep}{ROOT}", "PYTHONWARNINGS": "ignore"}
     script = f"""
 import sys, types, torch, torch.utils.tensorboard, tensorboard
-import megatron.core.package_info
+import megatron.core.parallel_state, megatron.core.optimizer, megatron.core.tensor_parallel.random
+import megatron.core.models.gpt, megatron.core.transformer.moe.moe_utils, megatron.core.transformer.multi_token_prediction
 {ATTRIBUTES}
 before = attributes()
 import mindspeed_recovery
 from mindspeed_recovery import api, catalogue, cli
 catalogue.installed_states(catalogue.shipped()); mindspeed_recovery.states()
-assert not changed(before, attributes()), changed(before, attributes())
+after = attributes()
+assert not changed(before, after), changed(before, after)
+assert before.keys() == after.keys(), before.keys() ^ after.keys()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=100)
     assert done.returncode == 0, done.stderr

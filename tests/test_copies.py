@@ -232,7 +232,7 @@ def test_live_value_is_known_to_be_that_of_a_step_by_where_the_rank_stopped(
     elif stopped_in == "update":
         training.copies.update.begin(2)
         training.copies.taking = training.copies.update
-    assert training.copies.live_is(training.spec, rollback_step) == live
+    assert training.copies.live_is(training.spec, rollback_step, replay=False) == live
 
 
 # ---------------------------------------------------------------- a device that copies in the background
@@ -285,6 +285,17 @@ def test_what_has_arrived_when_the_runtime_stops_serves_without_waiting(
     assert events.count("synchronize") == 1, "the start's copy was waited for at the update, nothing else"
     training.copies.update.poll()
     assert training.served(1) == served
+
+
+def test_state_that_changes_with_logging_is_live_when_stop_came_right_after_its_log_line(memory: UnsafeMemory) -> None:
+    training = Training(memory, "after-logging")
+    training.step(1)
+    training.step(2)
+    assert not training.copies.live_is(training.spec, 2, replay=False)
+    training.copies.logged = 2  # the line is written, and stop has come before it could be copied
+    assert training.copies.live_is(training.spec, 2, replay=False)
+    assert not training.copies.live_is(training.spec, 2, replay=True), "a replay would count the line twice"
+    assert not training.copies.live_is(training.spec, 1, replay=False)
 
 
 def test_asking_for_a_copy_touches_no_event(memory: UnsafeMemory, events: list[str]) -> None:

@@ -127,6 +127,8 @@ class Copies:
         self.taking: Slot | None = None
         """The slot that was being taken when the gate closed. The training thread had then gone no further, so the
         live values are still those of that moment."""
+        self.logged = -1
+        """The last step whose log line this rank has finished."""
 
     def source(self, spec: StateSpec, rollback_step: int, replay: bool) -> tuple[str, StateCopy] | None:
         """The copy that holds the state as of the end of ``rollback_step``, with its name; where the log line will be
@@ -140,13 +142,16 @@ class Copies:
         copy = self.update.get(spec.name, rollback_step)
         return (f"update({rollback_step})", copy) if copy is not None else None
 
-    def live_is(self, spec: StateSpec, rollback_step: int) -> bool:
+    def live_is(self, spec: StateSpec, rollback_step: int, replay: bool) -> bool:
         """Whether the live value (if safe) is that of the end of ``rollback_step``: the rank stopped while it was taking
-        a copy of that moment, or the state changes only after the update and no later one has come near."""
+        a copy of that moment, or the state changes only after the update, or only with the log line, and no later one
+        has come near."""
         if self.taking is self.start and self.start.step == rollback_step + 1:
             return True
         if self.taking is self.update and self.update.step == rollback_step:
             return spec.settled == "before-update" or spec.replay
+        if spec.settled == "after-logging" and not replay and self.logged == rollback_step:
+            return True
         begun = self.start.step == rollback_step + 1 and self.update.step <= rollback_step
         return begun and spec.settled != "before-update"
 

@@ -163,6 +163,7 @@ class Session:
     def after_log(self, step: int) -> None:
         """The log line of ``step`` is written: states that change with it are copied for ``start(step + 1)`` now, since an
         evaluation or a checkpoint may come before that."""
+        self.copies.logged = step  # also if stop has come in the meantime: the live values are those of its end
         if self._recovering:
             return
         self.copies.update.poll()  # logging has waited for the device
@@ -371,7 +372,7 @@ class Session:
                 actions.reset(place, state.spec)
             outcome.action, outcome.source = "replayed", source[0]
             self._put_copy_back(state, source[1], outcome)
-        elif self.copies.live_is(state.spec, step) and not self._unsafe(state):
+        elif self.copies.live_is(state.spec, step, True) and not self._unsafe(state):
             outcome.action = "kept"
         else:
             self._reset(state)
@@ -389,7 +390,7 @@ class Session:
             return
         outcome.tried = [f"start({step + 1})", f"update({step})"]
         unsafe = self._unsafe(state)
-        if not unsafe and (self._report.from_checkpoint or self.copies.live_is(state.spec, step)):
+        if not unsafe and (self._report.from_checkpoint or self.copies.live_is(state.spec, step, replay)):
             outcome.action = "loaded" if self._report.from_checkpoint else "kept"
             return
         reason = "unsafe" if unsafe else state.too_large or state.unprotected or "left as it is"

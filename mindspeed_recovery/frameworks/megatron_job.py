@@ -68,6 +68,7 @@ class Loop:
         self._logging = False
         self._thread = threading.get_ident()
         self._doing: str | None = None
+        self._evaluated: int = self._args.iteration
         self._evaluations: list[tuple[int, int]] = []
         self._enabled = False
         self._undo: list[Callable[[], None]] = []
@@ -266,6 +267,8 @@ class Loop:
         self._doing = what
         result = call()
         self._doing = None
+        if mark == "eval":
+            self._evaluated = step
         if mark is not None:
             self._driver.mark(mark, step)
         return result
@@ -289,12 +292,13 @@ class Loop:
         # The aborted step may have left a generator (no_sync) that changes the model when it is collected.
         gc.collect()
         self._reentry.prepare()
-        if self._runtime is None:
-            if self._doing is not None:
-                logger.warning("a fault interrupted the %s after step %d; it is left out", self._doing, self.done)
-                self._doing = None
-            return False
         step = self._args.iteration
+        if self._runtime is None:
+            skipped = "evaluation" if self._evaluation_due(step) and self._evaluated < step else None
+            if self._doing or skipped:
+                logger.warning("the %s after step %d is left out, because of a fault", self._doing or skipped, step)
+            self._doing = None
+            return False
         evaluation_owed = self._evaluation_due(step) and self._runtime.marked("eval") < step
         self._data["train"].go_back(step + 1)
         self._data["valid"].go_back(step if evaluation_owed else step + 1)

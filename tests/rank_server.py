@@ -21,45 +21,62 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+RunRank = Callable[[Any, dict[str, Any], int, socket.socket], int]
 
-def _run_rank(example: Any, job: dict[str, Any], rank: int, listener: socket.socket) -> int:
-    import torch
+
+def join(job: dict[str, Any], rank: int, listener: socket.socket) -> Any:
+    """The store of the job's ranks; it lives in rank 0, on the parent's socket."""
     import torch.distributed as dist
 
-    import mindspeed_recovery.api
-
-    world_size = job["world_size"]
-    store = dist.TCPStore(
+    return dist.TCPStore(
         "127.0.0.1",
         listener.getsockname()[1],
-        world_size,
+        job["world_size"],
         is_master=rank == 0,
         master_listen_fd=listener.detach() if rank == 0 else None,
         use_libuv=True,
     )
+
+
+def prepared(job: dict[str, Any]) -> Callable[..., None] | None:
+    """What the job names as ``prepare``, with its options."""
+    if not job.get("prepare"):
+        return None
+    module, name = job["prepare"].split(":")
+    return functools.partial(getattr(importlib.import_module(module), name), **job.get("options", {}))
+
+
+def leave(job: dict[str, Any], rank: int, store: Any, reports: Iterable[Any]) -> None:
+    """Write the rank's reports, and let rank 0, where the store lives, be the last to go."""
+    text = json.dumps([dataclasses.asdict(report) for report in reports])
+    Path(job["out"], f"rank{rank}.reports.json").write_text(text)
+    store.add("ended", 1)
+    deadline = time.monotonic() + 20
+    while rank == 0 and store.add("ended", 0) < job["world_size"] and time.monotonic() < deadline:
+        time.sleep(0.002)
+
+
+def _run_rank(example: Any, job: dict[str, Any], rank: int, listener: socket.socket) -> int:
+    import torch
+
+    import mindspeed_recovery.api
+
+    store = join(job, rank, listener)
     torch.manual_seed(0)
     args = example.parse_args(job["argv"])
     logging.basicConfig(level=job.get("loglevel", "INFO"))
-    prepare = None
-    if job.get("prepare"):
-        module, name = job["prepare"].split(":")
-        prepare = functools.partial(getattr(importlib.import_module(module), name), **job.get("options", {}))
-    example.pretrain(args, rank, world_size, example.join(store, rank, world_size), prepare)
+    world_size = job["world_size"]
+    example.pretrain(args, rank, world_size, example.join(store, rank, world_size), prepared(job))
     session = mindspeed_recovery.api._active
-    if session is not None:
-        reports = [dataclasses.asdict(report) for report in session.reports]
-        Path(job["out"], f"rank{rank}.reports.json").write_text(json.dumps(reports))
-    store.add("ended", 1)
-    deadline = time.monotonic() + 20
-    while rank == 0 and store.add("ended", 0) < world_size and time.monotonic() < deadline:
-        time.sleep(0.002)  # the store lives in rank 0
+    leave(job, rank, store, session.reports if session is not None else [])
     return 0
 
 
-def _fork(example: Any, job: dict[str, Any], rank: int, listener: socket.socket) -> int:
+def _fork(run_rank: RunRank, example: Any, job: dict[str, Any], rank: int, listener: socket.socket) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -69,7 +86,7 @@ def _fork(example: Any, job: dict[str, Any], rank: int, listener: socket.socket)
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         faulthandler.register(signal.SIGUSR1)
-        code = _run_rank(example, job, rank, listener)
+        code = run_rank(example, job, rank, listener)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:
@@ -106,7 +123,8 @@ def _wait(pids: list[int], timeout: float) -> list[int]:
     return [codes[pid] for pid in pids]
 
 
-def main() -> None:
+def serve(example_name: str, preloaded: str, run_rank: RunRank) -> None:
+    """Import the example and the module ``preloaded``, then run one job a line, each rank by ``run_rank``."""
     warnings.simplefilter("ignore")
     root = Path(__file__).resolve().parent.parent
     sys.path[:0] = [str(root / "examples"), str(root / "tests")]
@@ -115,16 +133,16 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    example = importlib.import_module("pretrain_moe")
+    example = importlib.import_module(example_name)
     importlib.import_module("torch.utils.tensorboard")
-    importlib.import_module("megatron.core.transformer.multi_token_prediction")
+    importlib.import_module(preloaded)
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         job = json.loads(line)
         with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
-            pids = [_fork(example, job, rank, listener) for rank in range(job["world_size"])]
+            pids = [_fork(run_rank, example, job, rank, listener) for rank in range(job["world_size"])]
         print(json.dumps(_wait(pids, job["timeout"])), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    serve("pretrain_moe", "megatron.core.transformer.multi_token_prediction", _run_rank)

@@ -6,8 +6,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # A machine that finds no CPU build by itself: make TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= torch==2.13.0
-MEGATRON := 0.12.1 0.19.2
-MEGATRON_DIRS := $(MEGATRON:%=.cache/megatron/%/.done)
+MEGATRON := 0.12.1 0.15.3 0.19.2
+MEGATRON_FULL := $(MEGATRON) 0.11.0 0.12.3 0.13.1 0.14.0 0.16.1 0.17.1 0.18.2
 
 .PHONY: demo test test-full lint clean
 .DELETE_ON_ERROR:
@@ -15,10 +15,10 @@ MEGATRON_DIRS := $(MEGATRON:%=.cache/megatron/%/.done)
 demo: $(VENV)/.demo .cache/megatron/0.19.2/.done
 	PYTHONPATH=.cache/megatron/0.19.2 $(BIN)/python examples/demo.py
 
-test: lint $(MEGATRON_DIRS)
+test: lint $(MEGATRON:%=.cache/megatron/%/.done)
 	$(BIN)/python -m pytest -m "not full"
 
-test-full: lint $(MEGATRON_DIRS)
+test-full: lint $(MEGATRON_FULL:%=.cache/megatron/%/.done)
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/.test

@@ -393,9 +393,8 @@ class Pretraining:
 
     def forward_step(self, data: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
         batch = next(data)
-        output = model(
-            batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"]
-        )
+        targets = known(self.model.module.forward, labels=batch["labels"], loss_mask=batch["loss_mask"])
+        output = model(batch["tokens"], batch["position_ids"], None, **targets)
         return output, lambda output: self.loss(output, batch["loss_mask"])
 
     def loss(self, output: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

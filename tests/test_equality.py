@@ -23,6 +23,13 @@ FACTORS = {
     "layout": ("dp2", "ep2", "pp2"),
     "version": VERSIONS,
 }
+OTHER_VERSIONS = (
+    "0.15.3",
+    *(
+        pytest.param(version, marks=pytest.mark.full)
+        for version in ("0.11.0", "0.12.3", "0.13.1", "0.14.0", "0.16.1", "0.17.1", "0.18.2")
+    ),
+)
 ON = "--enable-recovery-safe-globals"
 
 Case = tuple[str, ...]
@@ -99,6 +106,12 @@ def test_protected_run_equals_the_uninterrupted_one(cluster, at, rank, kind, cou
 @pytest.mark.parametrize(tuple(FACTORS), list(itertools.product(*FACTORS.values())))
 def test_protected_run_equals_the_uninterrupted_one_everywhere(cluster, at, rank, kind, count, layout, version):
     check(cluster, at, rank, kind, count, layout, version)
+
+
+@pytest.mark.parametrize("version", OTHER_VERSIONS)
+def test_every_version_that_trains_is_protected(cluster, version):
+    check(cluster, "backward", 1, "uce", "one", "ep2", version)
+    assert not cluster(version).run("ep2", *faults("backward", 1, "uce", "one")).ended_well
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples of the README do what it says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from clusters import ROOT
+
+from mindspeed_recovery.testing.simulator import UnsafeMemory
+
+pytestmark = pytest.mark.timeout(60)
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def example(language: str) -> str:
+    """The example of "Declare your own state" in one language."""
+    section = re.search(r"^## Declare your own state$(.*?)^## ", README, re.MULTILINE | re.DOTALL)
+    assert section
+    blocks = re.findall(rf"^```{language}$\n(.*?)^```$", section[1], re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 1
+    return blocks[0]
+
+
+@pytest.fixture
+def package(make_module: Callable[..., Any], memory: UnsafeMemory) -> SimpleNamespace:
+    """The package that the examples speak of."""
+    return SimpleNamespace(
+        losses=make_module("my_pkg.losses", TRACKER={"z_loss": {"values": torch.zeros(2)}}),
+        model=make_module(
+            "my_pkg.model", "class Rotary:\n    def __init__(self, inv_freq):\n        self.inv_freq = inv_freq"
+        ),
+        ema=make_module("my_pkg.ema", EMA=torch.full((3,), 0.5)),
+        data=make_module("my_pkg.data", COUNTER={"tokens": 0}),
+    )
+
+
+Declare = Callable[[SimpleNamespace, Callable[..., Any], Path], list[Path]]
+
+
+def in_python(package: SimpleNamespace, make_module: Callable[..., Any], folder: Path) -> list[Path]:
+    package.masks = make_module("my_pkg.masks", example("python"))
+    return []
+
+
+def in_toml(package: SimpleNamespace, make_module: Callable[..., Any], folder: Path) -> list[Path]:
+    source = example("python")
+    package.masks = make_module(
+        "my_pkg.masks", "\n".join(re.findall(r"^(?!.*mindspeed_recovery).*", source, re.MULTILINE))
+    )
+    file = folder / "my_states.toml"
+    file.write_text(example("toml"), encoding="utf-8")
+    return [file]
+
+
+@pytest.mark.parametrize("declare", [in_python, in_toml])
+def test_own_state_of_each_policy_is_recovered(
+    plugin: Any,
+    package: SimpleNamespace,
+    make_module: Callable[..., Any],
+    memory: UnsafeMemory,
+    tmp_path: Path,
+    declare: Declare,
+) -> None:
+    catalogues = declare(package, make_module, tmp_path)
+    rotary = package.model.Rotary(torch.tensor([1.0, 0.5]))
+    session = plugin.enable(roots={"model": [rotary]}, memory=memory, catalogues=catalogues)
+
+    def step(number: int, *, until: str = "end") -> None:
+        session.begin_step(number)
+        package.losses.TRACKER["z_loss"]["values"] += 1
+        package.data.COUNTER["tokens"] += 100
+        package.masks.position_mask(2)
+        if until == "forward":
+            return
+        session.before_update(number)
+        package.ema.EMA.mul_(0.5).add_(number * rotary.inv_freq[1])
+        package.losses.TRACKER["z_loss"]["values"].zero_()  # the log line
+        session.after_log(number)
+
+    step(1)
+    step(2)
+    ema = package.ema.EMA.clone()
+    step(3, until="forward")
+    tracker, mask = package.losses.TRACKER["z_loss"]["values"], package.masks.position_mask(2)
+    memory.mark_unsafe([tracker, mask, rotary.inv_freq, package.ema.EMA])
+
+    session.stop()
+    session.clean()
+    with pytest.raises(RuntimeError, match="in quarantine"):
+        package.losses.TRACKER["z_loss"]
+    session.before_rollback(2)
+    report = session.after_rollback()
+
+    assert report.exact, report.failures
+    actions = [report.outcomes[state["name"]].action for state in plugin.states()]
+    assert actions == ["reset", "dropped", "rewritten", "restored", "restored"]
+    assert package.losses.TRACKER["z_loss"]["values"].tolist() == [0, 0]
+    assert package.data.COUNTER == {"tokens": 200}
+    assert torch.equal(package.ema.EMA, ema)
+    assert rotary.inv_freq.tolist() == [1.0, 0.5]
+    assert package.masks.position_mask.cache_info().currsize == 0
+    assert package.masks.position_mask(2).tolist() == [[1, 0], [1, 1]]
+    del mask
+    assert memory.unsafe_count() == 0

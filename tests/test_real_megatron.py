@@ -231,3 +231,37 @@ assert type(MTPLossLoggingHelper.tracker) is dict
 assert not changed(before, attributes()), changed(before, attributes())
 """,
     )
+
+
+@pytest.mark.parametrize("version", ["0.12.1", "0.15.3", "0.19.2"])
+def test_a_loss_that_the_framework_counts_twice_is_counted_twice_with_the_plugin_too(megatron, version):
+    output = run(
+        megatron(version),
+        """
+        try:
+            from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+            tracker = get_moe_metrics_tracker()
+            save = tracker.record
+            values = lambda: tracker._metrics["load_balancing_loss"].values
+        except ImportError:
+            from megatron.core.transformer.moe import moe_utils
+            save = moe_utils.save_to_aux_losses_tracker
+            home = getattr(moe_utils, "get_moe_layer_wise_logging_tracker", None)
+            home = home or parallel_state.get_moe_layer_wise_logging_tracker
+            values = lambda: home()["load_balancing_loss"]["values"]
+
+        def recorded_twice():
+            for _ in range(2):
+                save("load_balancing_loss", torch.tensor(1.0), 1, 2)
+            twice = values().tolist()
+            values().zero_()
+            return twice
+
+        print(recorded_twice())
+        session = mindspeed_recovery.enable(memory=UnsafeMemory())
+        session.begin_step(1)
+        print(recorded_twice())
+        session.before_update(1)
+        """,
+    )
+    assert output.splitlines() == ["[2.0, 0.0]"] * 2

@@ -88,10 +88,11 @@ class Location:
             holder = value
         raise AssertionError("a location has at least one name")
 
-    def owner_class(self) -> type | None:
+    def owner_class(self, attribute_needed: bool = True) -> type | None:
         """For a state on instances: the class; None while its module is not loaded, or if no class stands there.
 
-        Raise LocationError, with candidates, if the class is absent or none of its code mentions the attribute.
+        Raise LocationError, with candidates, if the class is absent or, with ``attribute_needed``, none of its code
+        mentions the attribute.
         """
         module = sys.modules.get(self.module)
         if module is None:
@@ -104,7 +105,7 @@ class Location:
             holder = value
         if not isinstance(holder, type):
             return None  # a stand-in, since the optional package that it needs is not installed
-        if self.path[-1] not in attribute_names(holder):
+        if attribute_needed and self.path[-1] not in attribute_names(holder):
             raise LocationError(self._absent(len(self.path) - 1, holder))
         return holder
 

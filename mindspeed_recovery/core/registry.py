@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -16,6 +17,8 @@ from mindspeed_recovery.core.memory import nbytes
 from mindspeed_recovery.core.policy import Policy, StateSpec
 from mindspeed_recovery.core.values import Buffers, Capture
 from mindspeed_recovery.errors import LocationError, QuarantineError, StateError
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -45,7 +48,7 @@ class TrackedState:
                 for path, owner in self.owners
                 if hasattr(owner, attribute)
             ]
-        place = spec.location.place()
+        place = _look(spec, spec.location.place)
         return [] if place is None else [place]
 
     def places(self) -> list[Place]:
@@ -71,6 +74,16 @@ class TrackedState:
         """Every tensor of the state with its path. A container in quarantine raises QuarantineError."""
         for place in self.places():
             yield from values.tensors(place.get(), place.path)
+
+
+def _look(spec: StateSpec, look: Callable[[], T | None]) -> T | None:
+    """What ``look`` finds; for an optional state also None where its attribute or class is absent."""
+    try:
+        return look()
+    except LocationError:
+        if spec.optional:
+            return None
+        raise
 
 
 Pairs = list[tuple[Place, Capture]]
@@ -170,7 +183,7 @@ class Registry:
         for state in self:
             if state.spec.on == "instances" and state.spec.policy is not Policy.IGNORED:
                 with naming(state):
-                    owner = state.spec.location.owner_class()
+                    owner = _look(state.spec, partial(state.spec.location.owner_class, not state.spec.optional))
                 if owner is not None:
                     classes[state.name] = owner
         found = instances.find(roots, set(classes.values()))
@@ -189,7 +202,7 @@ class Registry:
             for place in places:
                 if _identity(place) not in known and place.get() is not None:
                     state.constants.append((place, Capture(place.get(), buffers, f"{spec.name} {place.path}")))
-        if spec.clear is not None:
+        if spec.clear is not None and (places or not spec.optional):
             actions.check_function(spec.clear)
         return strangers
 

@@ -1149,7 +1149,8 @@ def test_optional_attribute_that_is_absent_is_no_state(start: Callable[..., Sess
     make_module("toy", "class Box: pass")
     optional = {"optional": True, "clear": "toy:absent_too"}
     session = start(
-        spec("toy:ABSENT", "reset", **optional), spec("toy:Absent.attr", "drop", "on-class", on="instances", optional=True)
+        spec("toy:ABSENT", "reset", **optional),
+        spec("toy:Absent.attr", "drop", "on-class", on="instances", optional=True),
     )
     report = recover(session, 1)
     assert report.exact, report.failures

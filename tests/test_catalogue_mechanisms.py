@@ -582,7 +582,9 @@ def test_each_kind_of_entry_has_a_case() -> None:
 
 
 def upstream_modules() -> set[str]:
-    return {name for name in sys.modules if name.split(".")[0] in {"mindspeed", "mindspeed_llm", "torch_npu", "megatron"}}
+    return {
+        name for name in sys.modules if name.split(".")[0] in {"mindspeed", "mindspeed_llm", "torch_npu", "megatron"}
+    }
 
 
 def test_files_of_packages_that_are_not_there_give_no_states_and_no_warning(caplog: pytest.LogCaptureFixture) -> None:

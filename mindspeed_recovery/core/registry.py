@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -17,8 +16,6 @@ from mindspeed_recovery.core.memory import nbytes
 from mindspeed_recovery.core.policy import Policy, StateSpec
 from mindspeed_recovery.core.values import Buffers, Capture
 from mindspeed_recovery.errors import LocationError, QuarantineError, StateError
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -48,7 +45,7 @@ class TrackedState:
                 for path, owner in self.owners
                 if hasattr(owner, attribute)
             ]
-        place = _look(spec, spec.location.place)
+        place = spec.location.place(spec.optional)
         return [] if place is None else [place]
 
     def places(self) -> list[Place]:
@@ -74,16 +71,6 @@ class TrackedState:
         """Every tensor of the state with its path. A container in quarantine raises QuarantineError."""
         for place in self.places():
             yield from values.tensors(place.get(), place.path)
-
-
-def _look(spec: StateSpec, look: Callable[[], T | None]) -> T | None:
-    """What ``look`` finds; for an optional state also None where its attribute or class is absent."""
-    try:
-        return look()
-    except LocationError:
-        if spec.optional:
-            return None
-        raise
 
 
 Pairs = list[tuple[Place, Capture]]
@@ -183,7 +170,7 @@ class Registry:
         for state in self:
             if state.spec.on == "instances" and state.spec.policy is not Policy.IGNORED:
                 with naming(state):
-                    owner = _look(state.spec, partial(state.spec.location.owner_class, not state.spec.optional))
+                    owner = state.spec.location.owner_class(state.spec.optional)
                 if owner is not None:
                     classes[state.name] = owner
         found = instances.find(roots, set(classes.values()))

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read `patches/*.toml`: which states each version of an upstream package has. Imports no torch and no upstream.
 
-A file names one package and lists its states; each state has one row per range of versions, the ranges follow each other
+A file names one package and lists its entries; each entry has one row per range of versions, the ranges follow each other
 without a gap, so that a version between two rows can never silently have none. A file without ``package`` (a user's own)
-gives each state one ``location`` instead.
+gives each entry one ``location`` instead.
+
+An entry is one state. Where its ``location`` is a list, or ends in names in braces (``module:Class.{first, second}``), it
+stands for one state for each, named ``entry.first``, ``entry.second`` after the last part of the location.
+
+The version is that of the loaded module (``version_from``), else that of the installed distribution. A package that is
+there without either, a source checkout on the path, counts as newer than every range that ends.
 """
 
 from __future__ import annotations
@@ -11,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.metadata
+import importlib.util
 import logging
 import re
 import sys
@@ -44,9 +51,12 @@ _OPTIONS: dict[str, type | tuple[type, ...]] = {
     "settled": str,
     "on_missing": str,
     "large": bool,
+    "optional": bool,
 }
+_LOCATION = (str, list)
 _STATE_KEYS = {"name", "why", "policy", "at", "location", *_OPTIONS}
 _ROW_KEYS = {"versions", "location", "fields", "to", "clear"}
+_BRACES = re.compile(r"(.*)\{([^{}]*)\}")
 _RANGE = re.compile(r">=\s*([^,<>=\s]+)\s*(?:,\s*<\s*([^,<>=\s]+)\s*)?")
 
 
@@ -72,6 +82,7 @@ class Catalogue:
     package: str | None
     version_from: Location | None
     entries: Mapping[str, tuple[Row, ...]]
+    """By the name of the state."""
 
     def version(self) -> Version | None:
         """The version of the package that is loaded or, failing that, installed; None if there is none."""
@@ -93,11 +104,24 @@ class Catalogue:
                 f"{self.file}: package '{self.package}' has the version '{text}', which is not one"
             ) from None
 
+    def is_importable(self) -> bool:
+        """Whether the package is loaded or on the path. Imports nothing."""
+        if self.package is None:
+            return False
+        module = re.sub(r"[-.]", "_", self.package)
+        return sys.modules.get(module) is not None or importlib.util.find_spec(module) is not None
+
     def states(self, version: Version | None) -> list[StateSpec]:
         """The states of one version of the package. Their ``source`` names the version, for messages."""
         specs = [row.spec for rows in self.entries.values() for row in rows if row.covers(version)]
-        if version is None:
-            return specs
+        return specs if version is None else self._of(str(version), specs)
+
+    def newest_states(self) -> list[StateSpec]:
+        """The states of a version that is not known: the rows whose range has no end."""
+        rows = [row for rows in self.entries.values() for row in rows]
+        return self._of("of unknown version", [row.spec for row in rows if row.before is None])
+
+    def _of(self, version: str, specs: list[StateSpec]) -> list[StateSpec]:
         return [dataclasses.replace(spec, source=f"{spec.source}, {self.package} {version}") for spec in specs]
 
 
@@ -121,7 +145,8 @@ def installed_states(files: Iterable[Path | str]) -> list[StateSpec]:
             if name in seen:
                 raise CatalogueError(f"{file}: entry '{name}': duplicate name, also in {seen[name]}")
             seen[name] = str(file)
-        states = catalogue.states(version)
+        unknown = version is None and catalogue.is_importable()
+        states = catalogue.newest_states() if unknown else catalogue.states(version)
         if version is not None and not states:
             logger.warning(
                 "%s has no states for %s %s: is it older than the catalogue?", file, catalogue.package, version
@@ -158,13 +183,15 @@ def parse(text: str, file: str) -> Catalogue:
         where = f"{file}: entry '{name}'" if isinstance(name, str) else f"{file}: entry number {index}"
         if not isinstance(name, str):
             raise CatalogueError(f"{where}: key 'name': every state needs a name")
-        if name in entries:
-            raise CatalogueError(f"{where}: key 'name': duplicate name")
-        entries[name] = _rows(table, package, Path(file).name, where)
+        for state, rows in _entry(table, package, Path(file).name, where).items():
+            if state in entries:
+                raise CatalogueError(f"{where}: key 'name': duplicate name")
+            entries[state] = rows
     return Catalogue(file, package, version_from, entries)
 
 
-def _rows(table: dict[str, Any], package: str | None, file_name: str, where: str) -> tuple[Row, ...]:
+def _entry(table: dict[str, Any], package: str | None, file_name: str, where: str) -> dict[str, tuple[Row, ...]]:
+    """The states of one entry, by name, each with its rows."""
     _check_keys(table, _STATE_KEYS, where)
     for key in ("why", "policy"):
         if not _typed(table, key, str, where):
@@ -173,27 +200,31 @@ def _rows(table: dict[str, Any], package: str | None, file_name: str, where: str
         raise CatalogueError(f"{where}: give either 'at' (rows of version ranges) or one 'location'")
     common = {key: table[key] for key in _OPTIONS if key in table}
     if "location" in table:
-        return (Row(None, None, _spec(table, {**common, "location": table["location"]}, file_name, where)),)
+        specs = _specs(table, {**common, "location": table["location"]}, file_name, where)
+        return {spec.name: (Row(None, None, spec),) for spec in specs}
     if package is None:
         raise CatalogueError(f"{where}: key 'at': version ranges need a 'package' at the top of the file")
     rows = _typed(table, "at", list, where) or []
-    result: list[Row] = []
+    result: dict[str, tuple[Row, ...]] = {}
+    end: Version | None = None
     for number, row in enumerate(rows, 1):
         at = f"{where}: key 'at', row {number}"
         if not isinstance(row, dict):
             raise CatalogueError(f'{at}: write {{ versions = ">=A,<B", location = "module:NAME" }}')
         _check_keys(row, _ROW_KEYS, at)
         since, before = _range(row, at)
-        if result and result[-1].before != since:
+        if number > 1 and end != since:
             raise CatalogueError(
-                f"{at}: key 'versions': begins at {since}, but the row before it ends at {result[-1].before or 'no version'}; "
+                f"{at}: key 'versions': begins at {since}, but the row before it ends at {end or 'no version'}; "
                 "ranges follow each other without gap or overlap"
             )
+        end = before
         options = {**common, **{key: value for key, value in row.items() if key != "versions"}}
-        result.append(Row(since, before, _spec(table, options, file_name, at)))
+        for spec in _specs(table, options, file_name, at):
+            result[spec.name] = (*result.get(spec.name, ()), Row(since, before, spec))
     if not result:
         raise CatalogueError(f"{where}: key 'at': no rows")
-    return tuple(result)
+    return result
 
 
 def _range(row: dict[str, Any], where: str) -> tuple[Version, Version | None]:
@@ -210,7 +241,34 @@ def _range(row: dict[str, Any], where: str) -> tuple[Version, Version | None]:
     return since, before
 
 
-def _spec(table: dict[str, Any], options: dict[str, Any], file_name: str, where: str) -> StateSpec:
+def _specs(table: dict[str, Any], options: dict[str, Any], file_name: str, where: str) -> list[StateSpec]:
+    """The states at the location, or locations, of one row."""
+    value = _typed(options, "location", _LOCATION, where)
+    if value is None:
+        raise CatalogueError(f"{where}: key 'location': missing")
+    texts = [text for item in (value if isinstance(value, list) else [value]) for text in _braces(item, where)]
+    if texts == [value]:
+        return [_spec(table, {**options, "location": value}, table["name"], file_name, where)]
+    if not texts:
+        raise CatalogueError(f"{where}: key 'location': an empty list")
+    specs: dict[str, StateSpec] = {}
+    for text in texts:
+        last = re.sub(r"[^a-z0-9]+", "-", re.split(r"[:.]", text)[-1].lower()).strip("-")
+        name, number = f"{table['name']}.{last}", 2
+        while name in specs:
+            name, number = f"{table['name']}.{last}-{number}", number + 1
+        specs[name] = _spec(table, {**options, "location": text}, name, file_name, where)
+    return list(specs.values())
+
+
+def _braces(text: Any, where: str) -> list[str]:
+    if not isinstance(text, str):
+        raise CatalogueError(f"{where}: key 'location': {text!r} is not a str")
+    match = _BRACES.fullmatch(text)
+    return [text] if match is None else [match[1] + name.strip() for name in match[2].split(",")]
+
+
+def _spec(table: dict[str, Any], options: dict[str, Any], name: str, file_name: str, where: str) -> StateSpec:
     policy = table["policy"]
     if policy not in set(map(str, Policy)):
         raise CatalogueError(f"{where}: key 'policy': unknown policy '{policy}'; one of {', '.join(map(str, Policy))}")
@@ -226,7 +284,7 @@ def _spec(table: dict[str, Any], options: dict[str, Any], file_name: str, where:
         raise CatalogueError(f"{where}: key 'fields': a list of attribute names")
     try:
         return StateSpec(
-            name=table["name"], location=location, policy=Policy(policy), why=table["why"], source=file_name, **options
+            name=name, location=location, policy=Policy(policy), why=table["why"], source=file_name, **options
         )
     except StateError as error:
         raise CatalogueError(f"{where}: {str(error).split(': ', 1)[1]}") from None

@@ -37,7 +37,6 @@ NO_CASE: dict[str, str] = {
     "sliding-window-mask-cache": "only in version 0.15; not run here",
     "rerun-last-loss": "only in versions 0.10 and 0.11; not run here",
     "rng-cuda": "needs a CUDA device: without one torch.cuda.default_generators is empty",
-    "rng-npu": "needs torch_npu, which cannot be imported without the NPU's driver",
     "max-attention-logits": "needs Transformer Engine: without it TEDotProductAttention is no class",
 }
 """Entries without a case, and why. ``name`` is for every version, ``name@version`` for one."""

@@ -3,8 +3,11 @@
 
 import datetime
 import importlib.metadata
+import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -73,8 +76,9 @@ def test_shipped_file_is_right(file: Path) -> None:
         assert all(row.spec.why for row in rows)
 
 
-def test_there_is_a_shipped_file() -> None:
-    assert "megatron-core.toml" in [path.name for path in catalogue.shipped()]
+def test_the_shipped_files_are_there() -> None:
+    names = [path.name for path in catalogue.shipped()]
+    assert names == ["megatron-core.toml", "mindspeed-llm.toml", "mindspeed.toml", "torch-npu.toml"]
 
 
 def test_names_are_unique_over_the_shipped_files() -> None:
@@ -154,6 +158,17 @@ WRONG: dict[str, tuple[str, str]] = {
         "entry 'tracker': replay: only with policy 'reset', not 'drop'",
     ),
     "instances of a module": (STATE + 'location = "a:b"\non = "instances"', "entry 'tracker': location: a:b must be"),
+    "empty list of locations": (STATE + "location = []", "entry 'tracker': key 'location': an empty list"),
+    "list of no texts": (STATE + "location = [1]", "entry 'tracker': key 'location': 1 is not a str"),
+    "empty braces": (STATE + 'location = "a:{}"', "entry 'tracker': key 'location': 'a:' is not a location"),
+    "braces that do not end": (
+        STATE + 'location = "a:{b"',
+        "entry 'tracker': key 'location': 'a:{b' is not a location",
+    ),
+    "bad location in a list": (
+        STATE + 'location = ["a:b", "c"]',
+        "entry 'tracker': key 'location': 'c' is not a location",
+    ),
     "bad version_from": ('package = "x"\nversion_from = "y"', "toy.toml: key 'version_from': 'y' is not a location"),
     "package that is no text": ("package = 1", "toy.toml: key 'package': 1 is not a str"),
 }
@@ -247,16 +262,96 @@ def test_version_location_that_is_absent_is_an_error_that_names_the_file(make_mo
         loaded.version()
 
 
-def test_every_shipped_file_knows_a_source_checkout_by_its_loaded_module() -> None:
-    for file in catalogue.shipped():
-        assert catalogue.load(file).version_from is not None, file.name
+# ---------------------------------------------------------------- a package of unknown version
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> str:
+    """The catalogue GOOD for a package that no distribution knows."""
+    assert importlib.util.find_spec("toy_checkout") is None
+    file = tmp_path / "checkout.toml"
+    file.write_text(GOOD.replace('"toy-core"', '"toy-checkout"'))
+    return str(file)
+
+
+def test_package_without_a_version_has_the_newest_rows_once_it_is_loaded(
+    checkout: str, make_module: Callable[..., Any]
+) -> None:
+    assert catalogue.installed_states([checkout]) == []
+    make_module("toy_checkout")
+    [spec] = catalogue.installed_states([checkout])
+    assert (str(spec.location), spec.source) == ("toy.new:_TRACKER", "checkout.toml, toy-checkout of unknown version")
+
+
+def test_package_without_a_version_is_found_on_the_path_and_not_imported(
+    checkout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "toy_checkout.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [spec.name for spec in catalogue.installed_states([checkout])] == ["tracker"]
+    assert "toy_checkout" not in sys.modules
+
+
+def test_package_whose_rows_all_end_has_no_states_while_its_version_is_unknown(
+    tmp_path: Path, make_module: Callable[..., Any]
+) -> None:
+    make_module("toy_ended")
+    (tmp_path / "ended.toml").write_text(
+        HEAD.replace("toy-core", "toy-ended") + f'at = [{{ versions = ">=1,<2", {ROW} }}]'
+    )
+    assert catalogue.installed_states([tmp_path / "ended.toml"]) == []
+
+
+@pytest.mark.parametrize("file", catalogue.shipped(), ids=lambda path: path.name)
+def test_every_shipped_file_knows_a_source_checkout_by_its_loaded_module(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = catalogue.load(file)
+    if loaded.version_from is None:
+        assert loaded.package is not None
+        monkeypatch.setitem(sys.modules, loaded.package.replace("-", "_"), ModuleType("loaded"))
+        assert loaded.is_importable()
+        assert loaded.newest_states()
+
+
+# ---------------------------------------------------------------- an entry of several states
+
+
+def test_names_in_braces_are_a_state_each() -> None:
+    text = STATE + 'to = "none"\nlocation = "toy.box:Box.{_FIRST, second.queue}"'
+    specs = states(text, None)
+    assert [(spec.name, str(spec.location), spec.to) for spec in specs] == [
+        ("tracker.first", "toy.box:Box._FIRST", "none"),
+        ("tracker.queue", "toy.box:Box.second.queue", "none"),
+    ]
+
+
+def test_places_in_a_list_are_a_state_each_and_namesakes_are_numbered() -> None:
+    text = HEAD + 'at = [{ versions = ">=1", location = ["toy.a:X", "toy.b:X", "toy.c:{X, Y}"] }]'
+    assert {spec.name: str(spec.location) for spec in states(text, "1.0")} == {
+        "tracker.x": "toy.a:X",
+        "tracker.x-2": "toy.b:X",
+        "tracker.x-3": "toy.c:X",
+        "tracker.y": "toy.c:Y",
+    }
+
+
+def test_state_of_an_entry_that_only_some_rows_have() -> None:
+    text = HEAD + 'at = [{ versions = ">=1,<2", location = "toy:{A}" }, { versions = ">=2", location = "toy:{A, B}" }]'
+    assert [spec.name for spec in states(text, "1.0")] == ["tracker.a"]
+    assert [spec.name for spec in states(text, "2.0")] == ["tracker.a", "tracker.b"]
+
+
+def test_options_of_the_entry_hold_for_each_of_its_states() -> None:
+    specs = states(STATE + 'location = ["toy:A", "toy:B"]\noptional = true\nquarantine = true', None)
+    assert [(spec.optional, spec.quarantine, spec.why) for spec in specs] == [(True, True, "partial sums")] * 2
 
 
 # ---------------------------------------------------------------- anything at all
 
 KEYS = st.sampled_from(
     ["package", "version_from", "state", "name", "why", "policy", "at", "location", "versions", "on", "quarantine", "replay",
-     "to", "fields", "clear", "settled", "on_missing", "large", "odd"]
+     "to", "fields", "clear", "settled", "on_missing", "large", "optional", "odd"]
 )  # fmt: skip
 SCALARS = st.one_of(
     st.sampled_from(
@@ -281,7 +376,7 @@ TABLES = st.lists(
             {"name": SCALARS, "why": SCALARS, "policy": SCALARS},
             optional={
                 "at": st.one_of(ROWS, NESTED),
-                "location": SCALARS,
+                "location": st.one_of(SCALARS, st.lists(st.one_of(SCALARS, st.just("pkg:A.{b, c}")), max_size=3)),
                 "to": NESTED,
                 "fields": NESTED,
                 "clear": SCALARS,

@@ -118,3 +118,12 @@ def test_digests_see_bytes_shapes_types_and_generators():
     assert digest(generator) == before
     torch.rand(1, generator=generator)
     assert digest(generator) != before
+
+
+def test_a_tensor_whose_storage_was_freed_is_not_read():
+    """A framework frees the storage of tensors that it will not use again; reading one ends the process."""
+    tensor = torch.ones(4096)
+    tensor.untyped_storage().resize_(0)
+    assert digest([tensor]) == digest([tensor])
+    assert digest([tensor]) != digest([torch.ones(4096)])
+    assert digest([tensor]) != digest([torch.ones(0)])

@@ -1140,3 +1140,43 @@ def test_recovery_uses_no_module_that_was_not_loaded(start: Callable[..., Sessio
     before = set(sys.modules)
     recover(start(spec("wave.open:x", "reset"), spec("this:s", "drop", name="other")), 1)
     assert not {"wave", "this"} & (set(sys.modules) - before)
+
+
+# ---------------------------------------------------------------- optional states
+
+
+def test_optional_attribute_that_is_absent_is_no_state(start: Callable[..., Session], make_module: Any) -> None:
+    make_module("toy", "class Box: pass")
+    optional = {"optional": True, "clear": "toy:absent_too"}
+    session = start(
+        spec("toy:ABSENT", "reset", **optional),
+        spec("toy:Absent.attr", "drop", "on-class", on="instances", optional=True),
+    )
+    report = recover(session, 1)
+    assert report.exact, report.failures
+    with pytest.raises(LocationError, match="has no attribute 'ABSENT'"):
+        start(spec("toy:ABSENT", "reset"))
+
+
+def test_optional_attribute_is_found_once_it_is_there(start: Callable[..., Session], make_module: Any) -> None:
+    toy = make_module("toy", "")
+    session = start(spec("toy:QUEUE", "reset", to="empty", optional=True))
+    toy.QUEUE = [1]
+    recover(session, 1)
+    assert toy.QUEUE == []
+
+
+def test_optional_attribute_on_instances_may_come_from_code_outside_the_class(
+    start: Callable[..., Session], make_module: Any
+) -> None:
+    toy = make_module("toy", "class Box: pass")
+    box = toy.Box()
+    box.table = torch.ones(2)
+    roots = {"box": box}
+    with pytest.raises(LocationError, match="has no attribute 'table'"):
+        start(spec("toy:Box.table", "constant", on="instances"), roots=roots)
+    session = start(spec("toy:Box.table", "constant", on="instances", optional=True), roots=roots)
+    session.begin_step(1)
+    box.table.zero_()
+    recover(session, 0)
+    assert box.table.tolist() == [1, 1]

@@ -68,10 +68,10 @@ class Location:
     def __str__(self) -> str:
         return f"{self.module}:{'.'.join(self.path)}"
 
-    def place(self) -> Place | None:
+    def place(self, optional: bool = False) -> Place | None:
         """Where the state is now; None while its module is not loaded or a step of the path is None (not made yet).
 
-        Raise LocationError, with candidates, if an attribute of the path is absent.
+        Raise LocationError, with candidates, if an attribute of the path is absent; ``optional``: None then.
         """
         module = sys.modules.get(self.module)
         if module is None:
@@ -79,6 +79,8 @@ class Location:
         holder: Any = module
         for depth, name in enumerate(self.path):
             value = _lookup(holder, name)
+            if value is _ABSENT and optional:
+                return None
             if value is _ABSENT:
                 raise LocationError(self._absent(depth, holder))
             if depth == len(self.path) - 1:
@@ -88,10 +90,11 @@ class Location:
             holder = value
         raise AssertionError("a location has at least one name")
 
-    def owner_class(self) -> type | None:
+    def owner_class(self, optional: bool = False) -> type | None:
         """For a state on instances: the class; None while its module is not loaded, or if no class stands there.
 
-        Raise LocationError, with candidates, if the class is absent or none of its code mentions the attribute.
+        Raise LocationError, with candidates, if the class is absent or none of its code mentions the attribute;
+        ``optional``: code elsewhere may make the attribute, and an absent class is None.
         """
         module = sys.modules.get(self.module)
         if module is None:
@@ -99,12 +102,14 @@ class Location:
         holder: Any = module
         for depth, name in enumerate(self.path[:-1]):
             value = _lookup(holder, name)
+            if value is _ABSENT and optional:
+                return None
             if value is _ABSENT:
                 raise LocationError(self._absent(depth, holder))
             holder = value
         if not isinstance(holder, type):
             return None  # a stand-in, since the optional package that it needs is not installed
-        if self.path[-1] not in attribute_names(holder):
+        if not optional and self.path[-1] not in attribute_names(holder):
             raise LocationError(self._absent(len(self.path) - 1, holder))
         return holder
 

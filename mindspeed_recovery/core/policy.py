@@ -61,6 +61,8 @@ class StateSpec:
     optimizer update, or with its log line.
     ``on_missing``: ``"error"`` if training is wrong without the state.
     ``large``: keep host copies even above the size limit.
+    ``optional``: only some builds of the version have it, or only with some features: where the attribute is absent there
+    is no state, instead of a LocationError.
     ``source``: where the declaration stands, for messages.
 
     Raises StateError for options that contradict each other.
@@ -79,6 +81,7 @@ class StateSpec:
     settled: str = "before-update"
     on_missing: str = "warn"
     large: bool = False
+    optional: bool = False
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:

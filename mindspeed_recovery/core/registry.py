@@ -45,7 +45,7 @@ class TrackedState:
                 for path, owner in self.owners
                 if hasattr(owner, attribute)
             ]
-        place = spec.location.place()
+        place = spec.location.place(spec.optional)
         return [] if place is None else [place]
 
     def places(self) -> list[Place]:
@@ -170,7 +170,7 @@ class Registry:
         for state in self:
             if state.spec.on == "instances" and state.spec.policy is not Policy.IGNORED:
                 with naming(state):
-                    owner = state.spec.location.owner_class()
+                    owner = state.spec.location.owner_class(state.spec.optional)
                 if owner is not None:
                     classes[state.name] = owner
         found = instances.find(roots, set(classes.values()))
@@ -189,7 +189,7 @@ class Registry:
             for place in places:
                 if _identity(place) not in known and place.get() is not None:
                     state.constants.append((place, Capture(place.get(), buffers, f"{spec.name} {place.path}")))
-        if spec.clear is not None:
+        if spec.clear is not None and (places or not spec.optional):
             actions.check_function(spec.clear)
         return strangers
 

@@ -142,7 +142,9 @@ def digest(value: Any) -> str:
 
 
 def _feed(sha: Any, value: Any, top: bool = False) -> None:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.numel() and not memory.nbytes(value):
+        sha.update(b"freed")  # a framework took its storage away, to save memory: reading it may end the process
+    elif isinstance(value, Tensor):
         # A copy also on the CPU: numpy() changes the storage of the tensor that it is called on.
         flat = value.detach().to("cpu", copy=True).contiguous().reshape(-1)
         sha.update(f"{value.dtype}{tuple(value.shape)}".encode() + flat.view(torch.uint8).numpy().tobytes())

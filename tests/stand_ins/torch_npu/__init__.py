@@ -7,3 +7,4 @@ Its memory is a `mindspeed_recovery.testing.simulator.UnsafeMemory` that the tes
 from torch_npu import npu
 
 __all__ = ["npu"]
+__version__ = "2.6.0.post3+gitstandin"

@@ -53,13 +53,16 @@ def in_frames(
 
     ``states``: what `in_states` has found, to tell whose they are. ``names``: places of further tensors by `key`. A tensor
     of nobody is named by an attribute or global that holds it, else by a local variable. Frames of torch and of this
-    package come last: the line that somebody can look at is in the code that called them.
+    package come last, and stand for the line that called them: that is the one to look at.
     """
     names = names or {}
     asked: dict[int, bool] = {}
     notes: Notes = {}
     unnamed: set[int] = set()
-    for frame, line in sorted(_frames(traceback), key=lambda entry: _is_infrastructure(entry[0])):
+    frames = sorted(_frames(traceback), key=lambda entry: _is_infrastructure(entry[0]))
+    reader = _read_at(traceback)
+    for frame, line in frames:
+        seen = reader if _is_infrastructure(frame) else (frame.f_code.co_filename, line)
         for where, is_local, tensor in _shown(frame):
             number = key(tensor)
             if number not in asked:
@@ -67,7 +70,7 @@ def in_frames(
                 if asked[number]:
                     state = states.get(number)
                     place = state.place if state else names.get(number, where)
-                    notes[number] = _note(state.state if state else None, place, tensor, frame.f_code.co_filename, line)
+                    notes[number] = _note(state.state if state else None, place, tensor, *seen)
                     if place is where and is_local:
                         unnamed.add(number)
             elif number in unnamed and not is_local:
@@ -86,8 +89,11 @@ def annotate(error: BaseException, registry: Registry, memory: DeviceMemory) -> 
         if not is_unsafe_data(error) or any(str(n).startswith(PREFIX) for n in getattr(error, "__notes__", ())):
             return
         states = in_states(registry, memory)
-        notes = in_frames(error.__traceback__, memory, states) or states
-        for note in list(notes.values())[:_MOST_NOTES]:
+        notes = list(in_frames(error.__traceback__, memory, states).values())
+        if not notes:
+            file, line = _read_at(error.__traceback__)
+            notes = [dataclasses.replace(note, file=file, line=line) for note in states.values()]
+        for note in notes[:_MOST_NOTES]:
             _add_note(error, str(note))
     except Exception:
         logger.debug("the unsafe tensors could not be named", exc_info=True)
@@ -111,6 +117,12 @@ def _frames(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
         frames.append((traceback.tb_frame, traceback.tb_lineno))
         traceback = traceback.tb_next
     return frames[::-1]
+
+
+def _read_at(traceback: TracebackType | None) -> tuple[str, int]:
+    """File and line of the innermost frame that is neither torch's nor ours; empty if there is none."""
+    frames = ((f.f_code.co_filename, line) for f, line in _frames(traceback) if not _is_infrastructure(f))
+    return next(frames, ("", 0))
 
 
 def _is_infrastructure(frame: FrameType) -> bool:
@@ -160,3 +172,6 @@ def _leaves(where: str, value: object, depth: int = 2) -> Iterator[tuple[str, Te
     elif depth and isinstance(value, (list, tuple)):
         for index, item in enumerate(list.copy(value) if isinstance(value, list) else value):
             yield from _leaves(f"{where}[{index}]", item, depth - 1)
+    elif depth and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for name, item in list(getattr(value, "__dict__", {}).items()):
+            yield from _leaves(f"{where}.{name}", item, depth - 1)

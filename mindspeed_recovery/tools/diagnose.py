@@ -92,6 +92,10 @@ class Diagnosis:
     left_out: int = 0
 
 
+Found = tuple[list[Known], list[Name], str]
+"""States that a line may have read, the names in it, and how the states were found."""
+
+
 class Diagnoser:
     """Reads logs, one after the other, and diagnoses what is in them. ``roots``: folders with the sources that ran."""
 
@@ -104,6 +108,7 @@ class Diagnoser:
         self._flag = UNKNOWN
         self._arguments_name_flag = False
         self._rollbacks: dict[str, Counter[int | None]] = {kind: Counter() for kind in symptoms.ROLLBACKS}
+        self._found: dict[int, Found] = {}  # each rank tells the same
         self._log = ""
         self._writers: dict[str, Assembler] = {}
         self._open: dict[str, int] = {}
@@ -163,6 +168,8 @@ class Diagnoser:
         for kind, pattern in symptoms.ROLLBACKS.items():
             match = pattern.search(text)
             if match is not None:
+                for writer in self._writers.values():  # what came before it counts as before it
+                    self._diagnose_all(writer.settle())
                 groups = match.groupdict()
                 counts, rank = self._rollbacks[kind], line.rank
                 rank = int(groups["rank"]) if groups.get("rank") else rank
@@ -205,7 +212,7 @@ class Diagnoser:
         frame = next((f for f in reversed(traceback.frames) if not is_infrastructure(f)), None)
         code = f"{frame.source}\n{frame.function}" if frame is not None else ""
         last_line = traceback.last_line
-        found: tuple[list[Known], list[Name], str] | None = None
+        found: Found | None = None
         for symptom in symptoms.SYMPTOMS:
             if not symptom.error.search(last_line) or (symptom.code is not None and not symptom.code.search(code)):
                 continue
@@ -219,10 +226,18 @@ class Diagnoser:
             return self._cause(symptom, traceback, frame, known, names, how)
         return None
 
-    def _find_state(self, traceback: Traceback, frame: Frame | None) -> tuple[list[Known], list[Name], str]:
+    def _find_state(self, traceback: Traceback, frame: Frame | None) -> Found:
         if frame is None:
             return [], [], ""
         frames = [f for f in traceback.frames if not is_infrastructure(f)]
+        key = hash(tuple((f.file, f.line, f.function, f.source, f.anchors) for f in frames))
+        if key not in self._found:
+            if len(self._found) >= _MOST_CAUSES:
+                self._found.clear()
+            self._found[key] = self._look_up(frame, frames)
+        return self._found[key]
+
+    def _look_up(self, frame: Frame, frames: list[Frame]) -> Found:
         names = read_by(frames, self._sources)
         module = self._sources.module_name(frame.file)
         known, sure = self._known.match(names, module, frame.function)
@@ -404,7 +419,7 @@ def _cause_lines(number: int, cause: Cause) -> Iterator[str]:
     yield f"   {_short(cause.error)}"
     ranks = f"rank{'s' * (len(cause.ranks) > 1)} {_ranges(cause.ranks)}, " if cause.ranks else ""
     times = _counted(cause.occurrences, "time", "times")
-    after = [f"after recovery {n}" if n else "before any recovery" for n in sorted(cause.recoveries)[:3]]
+    after = [f"after recovery {n}" if n else "no recovery before it" for n in sorted(cause.recoveries)[:3]]
     more = ", …" if len(cause.recoveries) > 3 else ""
     yield f"   {ranks}{times}, {', '.join(after)}{more}; first at {cause.log}:{cause.line}"
     if cause.how:
@@ -417,8 +432,8 @@ def _subject(cause: Cause) -> str:
     if not cause.states:
         return f"{_short(cause.location)} (not catalogued)" if cause.location else "no state is named"
     names = " or ".join(f"'{state}'" for state in cause.states[:4])
-    policies = dict.fromkeys(str(known.spec.policy) for known in cause.known)
-    what = f"catalogued: {', '.join(policies)}" if policies else "not in these catalogue files"
+    policies = dict.fromkeys(f"{known.spec.policy}, {known.versions}".rstrip(", ") for known in cause.known)
+    what = f"catalogued: {'; '.join(policies)}" if policies else "not in these catalogue files"
     return f"state {names} ({what})"
 
 
@@ -455,10 +470,18 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("logs", nargs="+", metavar="LOG", help="a log file, or - for standard input")
     parser.add_argument(
-        "--source", action="append", default=[], metavar="DIR", help="the sources that ran, if not installed; repeatable"
+        "--source",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="the sources that ran, if not installed; repeatable",
     )
     parser.add_argument(
-        "--catalogue", action="append", default=[], metavar="FILE", help="a TOML file besides the shipped ones; repeatable"
+        "--catalogue",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a TOML file besides the shipped ones; repeatable",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)

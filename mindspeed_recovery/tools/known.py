@@ -13,7 +13,6 @@ from mindspeed_recovery import catalogue
 from mindspeed_recovery.core.policy import StateSpec
 from mindspeed_recovery.tools.reading import Name
 
-
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 
 

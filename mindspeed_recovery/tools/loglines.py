@@ -115,7 +115,7 @@ def _raw_lines(stream: BinaryIO, marks: tuple[bytes, ...], wanted: Callable[[], 
             stop = block.find(b"\n", at, end)
             stop = end if stop < 0 else stop + 1
             yield number, block[at : min(stop, at + LONGEST_LINE)]
-            number += 1
+            number += block.endswith(b"\n", at, stop)  # the end of a block cuts a line that has none
             at = stop
         if not data:
             return

@@ -21,7 +21,8 @@ from pathlib import Path, PurePosixPath
 from mindspeed_recovery.tools.tracebacks import Frame
 
 LARGEST_SOURCE = 4 << 20  # bytes
-_MOST_SOURCES = 64  # held at a time
+_MOST_SOURCES = 32  # held at a time, parsed
+_MOST_MISSING = 10_000
 _DEEPEST = 12
 _MOST_NODES = 2000  # that one traceback may look at
 
@@ -101,7 +102,8 @@ class Sources:
     def __init__(self, roots: Iterable[Path] = (), packages: Iterable[str] = ()) -> None:
         self._roots = [root.resolve() for root in roots]
         self._packages = frozenset(packages)
-        self._loaded: OrderedDict[tuple[str, str], Source | None] = OrderedDict()
+        self._loaded: OrderedDict[tuple[str, str], Source] = OrderedDict()
+        self._missing: set[tuple[str, str]] = set()
 
     def of_frame(self, file: str) -> Source | None:
         """The source that a frame's file name stands for. A file of the same name below ``roots`` comes first."""
@@ -148,9 +150,15 @@ class Sources:
         if key in self._loaded:
             self._loaded.move_to_end(key)
             return self._loaded[key]
-        source = self._loaded[key] = _read(path, module)
-        if len(self._loaded) > _MOST_SOURCES * 8:  # most are files that do not exist
+        source = None if key in self._missing else _read(path, module)
+        if source is None:
+            if len(self._missing) >= _MOST_MISSING:
+                self._missing.clear()
+            self._missing.add(key)
+            return None
+        if len(self._loaded) >= _MOST_SOURCES:
             self._loaded.popitem(last=False)
+        self._loaded[key] = source
         return source
 
 
@@ -386,7 +394,13 @@ def parse_line(text: str) -> ast.Module | None:
     text = text.strip()
     opened = "".join({"(": ")", "[": "]", "{": "}"}.get(c, "") for c in text if c in "([{")
     closers = opened[::-1][: max(0, len(opened) - sum(text.count(c) for c in ")]}"))]
-    for attempt in (text, f"{text}\n  pass", f"if 0: pass\n{text}\n  pass", f"{text}{closers}", f"{text}{closers}:\n  pass"):
+    for attempt in (
+        text,
+        f"{text}\n  pass",
+        f"if 0: pass\n{text}\n  pass",
+        f"{text}{closers}",
+        f"{text}{closers}:\n  pass",
+    ):
         try:
             return parse(attempt)
         except (SyntaxError, ValueError, RecursionError, MemoryError):

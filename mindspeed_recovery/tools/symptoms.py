@@ -68,7 +68,7 @@ SYMPTOMS = (
     Symptom(
         "queue-out-of-step",
         "a queue and those who fill it went apart in a rollback",
-        re.compile(r"^IndexError: pop from an? empty (?:list|deque)"),
+        re.compile(r"^IndexError: pop from (?:an? )?empty (?:list|deque)"),
         needs=Needs.ROLLBACK_OR_STATE,
     ),
     Symptom(

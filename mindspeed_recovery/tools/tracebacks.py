@@ -15,7 +15,9 @@ HEADER = "Traceback (most recent call last)"
 _FRAME = re.compile(r'File "(?P<file>[^"]{1,1000})", line (?P<line>\d{1,9})(?:, in (?P<function>.{1,200}))?')
 _ANCHORS = re.compile(r"\s*[~^]+\s*")
 _ERROR = re.compile(r"(?P<type>(?:\w+\.)*[A-Za-z_]\w*)(?::(?:\s(?P<message>.*))?)?")
-_ERROR_NAME = re.compile(r"(?:Error|Exception|Interrupt|Exit|Warning|Timeout|Failed|Aborted|Fault|Iteration)$|[a-z][A-Z]")
+_ERROR_NAME = re.compile(
+    r"(?:Error|Exception|Interrupt|Exit|Warning|Timeout|Failed|Aborted|Fault|Iteration)$|[a-z][A-Z]"
+)
 
 _MOST_FRAMES = 100  # the innermost
 _MOST_NOTES = 20
@@ -64,6 +66,7 @@ class Assembler:
         self._headers = 0
         self._last: Traceback | None = None
         self._strange = 0
+        self._column = 0  # of the last frame's line; the code below it is indented further
         self._after_frame = False
 
     @property
@@ -76,8 +79,12 @@ class Assembler:
         self._open = None
 
     def finish(self) -> Iterator[Traceback]:
-        """What is complete and was held for lines that could follow."""
+        """The log has ended."""
         self._open = None
+        yield from self.settle()
+
+    def settle(self) -> Iterator[Traceback]:
+        """What is complete and was held for lines that could follow."""
         last, self._last = self._last, None
         if last is not None:
             yield last
@@ -90,6 +97,7 @@ class Assembler:
         if frame is not None:
             if self._open is None:  # its beginning is not in the log
                 yield from self._begin(line)
+            self._column = frame.start()
             self._add_frame(frame, line.rank is None)
         elif HEADER in text:
             if self._open is not None and line.rank is None:  # two writers without prefixes
@@ -98,12 +106,12 @@ class Assembler:
             else:
                 yield from self._begin(line)
         elif self._open is not None:
-            yield from self._inside(self._open, line, after_frame)
+            yield from self._inside(self._open, line, after_frame and self._column == 0)
         else:
             yield from self._outside(line)
 
     def _begin(self, line: Line) -> Iterator[Traceback]:
-        yield from self.finish()
+        yield from self.settle()
         self._open = Traceback(line.rank, line.number)
         self._headers, self._strange = 1, 0
 
@@ -117,8 +125,9 @@ class Assembler:
             return  # the other writer's
         self._open.frames.append(frame)
 
-    def _inside(self, traceback: Traceback, line: Line, after_frame: bool) -> Iterator[Traceback]:
+    def _inside(self, traceback: Traceback, line: Line, bare: bool) -> Iterator[Traceback]:
         text, frame = line.text, traceback.frames[-1] if traceback.frames else None
+        indent = len(text) - len(text.lstrip())
         error = _ERROR.fullmatch(text)
         if error is not None and _is_error(error["type"]):
             self._end(traceback, error["type"], error["message"] or "", line.number)
@@ -127,9 +136,9 @@ class Assembler:
             return
         if frame is not None and _ANCHORS.fullmatch(text):
             frame.anchors = frame.anchors or text
-        elif frame is not None and not frame.source and text.strip() and (after_frame or text.startswith("    ")):
+        elif frame is not None and not frame.source and text.strip() and (bare or indent > self._column):
             frame.source = text[:_LONGEST_MESSAGE]
-        elif text.strip() and not text.startswith("  "):
+        elif text.strip() and indent < 2:
             self._strange += 1
             if self._strange > _STRANGE_LINES:
                 self._open = None
@@ -142,7 +151,7 @@ class Assembler:
         """One of the writers has ended; the frames are those of the others too."""
         ended = self._last
         assert ended is not None
-        yield from self.finish()
+        yield from self.settle()
         self._headers -= 1
         self._open = Traceback(ended.rank, ended.number, ended.frames.copy(), shared=True)
 
@@ -156,7 +165,7 @@ class Assembler:
             if last is not None and last.frames and line.number - last.end <= _MESSAGE_LINES:
                 last.message = f"{last.message} {line.text.strip()}"[:_LONGEST_MESSAGE]
                 return
-            yield from self.finish()
+            yield from self.settle()
             error = _ERROR.fullmatch(line.text.strip())
             named = error is not None and _is_error(error["type"])
             self._last = Traceback(line.rank, line.number, end=line.number)

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from mindspeed_recovery import catalogue
 from mindspeed_recovery.core.policy import Policy
-from mindspeed_recovery.errors import RecoveryError
+from mindspeed_recovery.errors import UNSAFE_DATA, RecoveryError
 from mindspeed_recovery.tools import loglines, symptoms
 from mindspeed_recovery.tools.known import Known, KnownStates, Sure
 from mindspeed_recovery.tools.loglines import Line
@@ -143,7 +143,7 @@ class Diagnoser:
         writer = self._writers.get(line.stream)
         if writer is None:
             self._make_room()
-            writer = self._writers[line.stream] = Assembler((symptoms.SYMPTOMS[0].error.pattern.replace("\\", ""),))
+            writer = self._writers[line.stream] = Assembler((UNSAFE_DATA,))
         if not writer.is_open:
             self._take_event(line)
         self._diagnose_all(writer.feed(line))
@@ -292,7 +292,7 @@ class Diagnoser:
 
     def _is_state(self, name: Name) -> bool:
         """Whether a name that the catalogue does not have is worth a declaration: a global, or an attribute of a class."""
-        if not name.owner_known or not name.path or name.called or name.module in (None, "builtins"):
+        if not name.owner_known or not name.path or name.derived or name.module in (None, "builtins"):
             return False
         assert name.module is not None
         if name.module.split(".")[0] == "torch":

@@ -14,17 +14,18 @@ import re
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from mindspeed_recovery.tools.tracebacks import Frame
 
 LARGEST_SOURCE = 4 << 20  # bytes
 _MOST_SOURCES = 32  # held at a time, parsed
 _MOST_MISSING = 10_000
-_DEEPEST = 12
-_MOST_NODES = 2000  # that one traceback may look at
+_DEEPEST = 30
+_MOST_NODES = 5000  # that one traceback may look at
 
 _INFRASTRUCTURE = re.compile(
     r"(?:site|dist)-packages/(?:torch|torch_npu)/|/mindspeed_recovery/(?:core|frameworks|runtimes|testing|run\.py)|^<"
@@ -39,13 +40,15 @@ class Name:
     """A piece of state that is read. ``module``: None where it is not known. ``path``: names, then constant keys.
 
     ``owner_known``: False if ``path`` begins with a local variable, or is an attribute of an object of which nothing else
-    is known. ``called``: it is called; what it is a name of is a function, or has a cache.
+    is known. ``called``: it is called; what it is a name of is a function, or has a cache. ``derived``: what is read came out
+    of a call, so that it may be something new; of no use but to compare it with what is known to be state.
     """
 
     module: str | None
     path: tuple[str, ...]
     owner_known: bool = True
     called: bool = False
+    derived: bool = False
 
     def __str__(self) -> str:
         return f"{self.module or '?'}:{'.'.join(self.path)}"
@@ -195,12 +198,22 @@ def read_by(frames: Sequence[Frame], sources: Sources) -> list[Name]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an expression stands: its file, function, class, and its frame's index (None: not in the traceback)."""
+    """Where an expression stands: its file, function, class, and its frame's index (None: not in the traceback).
+
+    ``call``, ``caller``: for a function that is not in the traceback, the call that led to it and where that stands.
+    """
 
     source: Source
     function: Function | None
     classes: tuple[str, ...]
     frame: int | None
+    call: ast.Call | None = None
+    caller: _Place | None = None
+
+    @property
+    def key(self) -> tuple[int, int | None, int]:
+        """The same for places with the same variables."""
+        return id(self.function or self.source), self.frame, id(self.call)
 
 
 class _Reader:
@@ -210,6 +223,7 @@ class _Reader:
         self._marked = any(frame.anchors for frame in frames)  # Python 3.11 and later
         self._budget = _MOST_NODES
         self._here: dict[int, tuple[_Place, ast.AST | None, bool]] = {}
+        self._known: dict[tuple[Any, ...], tuple[Name, ...]] = {}
 
     def names(self) -> Iterator[Name]:
         if not self._frames:
@@ -278,6 +292,9 @@ class _Reader:
             yield from self._follow_attribute(node, place, depth)
         elif isinstance(node, ast.Subscript):
             key = node.slice.value if isinstance(node.slice, ast.Constant) else None
+            if isinstance(key, int):
+                yield from self._follow_item(node.value, key, place, depth + 1)
+                return
             for name in self._follow(node.value, place, depth + 1):
                 yield dataclasses.replace(name, path=(*name.path, key)) if isinstance(key, str) else name
         elif isinstance(node, ast.Call):
@@ -294,7 +311,44 @@ class _Reader:
             for part in node.elts:
                 yield from self._follow(part, place, depth + 1)
 
+    def _follow_item(self, node: ast.AST, index: int, place: _Place, depth: int) -> Iterator[Name]:
+        """One item of what may be a tuple: of one that is written out, or returned by a function."""
+        self._budget -= 1
+        if depth > _DEEPEST or self._budget < 0:
+            return
+        values = list(_assigned(place.function, node.id)) if place.function and isinstance(node, ast.Name) else []
+        if isinstance(node, (ast.Tuple, ast.List)):
+            if -len(node.elts) <= index < len(node.elts):
+                yield from self._follow(node.elts[index], place, depth + 1)
+        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice) and node.slice.lower is None:
+            yield from self._follow_item(node.value, index, place, depth + 1)
+        elif isinstance(node, ast.Call):
+            yield from self._follow_call(node, place, depth, index)
+        elif isinstance(node, ast.Name) and values:
+            follow = self._follow_item_of_variable
+            yield from self._once((node.id, index, place.key), lambda: follow(node.id, values, index, place, depth))
+        else:
+            yield from self._follow(node, place, depth + 1)
+
+    def _follow_item_of_variable(
+        self, name: str, values: list[ast.AST], index: int, place: _Place, depth: int
+    ) -> Iterator[Name]:
+        for value in values:
+            yield from self._follow_item(value, index, place, depth + 1)
+        if place.function is not None and name in _parameters(place.function):
+            yield from self._follow_argument(name, place, depth)
+
+    def _once(self, key: tuple[Any, ...], follow: Callable[[], Iterator[Name]]) -> Iterator[Name]:
+        """A variable is followed once, also if it is made from itself."""
+        if key not in self._known:
+            self._known[key] = ()
+            self._known[key] = tuple(dict.fromkeys(follow()))
+        yield from self._known[key]
+
     def _follow_name(self, name: str, place: _Place, depth: int) -> Iterator[Name]:
+        yield from self._once((name, None, place.key), lambda: self._follow_variable(name, place, depth))
+
+    def _follow_variable(self, name: str, place: _Place, depth: int) -> Iterator[Name]:
         source, function = place.source, place.function
         if function is not None:
             values = list(_assigned(function, name))
@@ -342,31 +396,62 @@ class _Reader:
         if not known:
             yield Name(place.source.module, (node.attr,), owner_known=False)
 
-    def _follow_call(self, node: ast.Call, place: _Place, depth: int) -> Iterator[Name]:
+    def _follow_call(self, node: ast.Call, place: _Place, depth: int, item: int | None = None) -> Iterator[Name]:
         """What a call hands out: its receiver's state (a view, an item), and what the function returns."""
         for name in self._follow(node.func, place, depth + 1):
-            yield dataclasses.replace(name, called=True)
+            yield dataclasses.replace(name, called=True, derived=True)
+            for made in self._type_of(name, depth):  # an object that is called: a torch module
+                yield dataclasses.replace(made, path=(*made.path, "forward"), called=True, derived=True)
             source = self._sources.of_module(name.module) if name.module and name.path else None
             for path in _definitions(source, name.path) if source is not None else ():
                 function = source.definition(*path) if source is not None else None
                 if source is not None and isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                    inner = _Place(source, function, path[:-1], None)
+                    inner = _Place(source, function, path[:-1], None, node, place)
                     for value in _returned(function):
-                        yield from self._follow(value, inner, depth + 1)
+                        is_getter = isinstance(value, (ast.Name, ast.Attribute, ast.Subscript))
+                        follow = self._follow_item(value, item, inner, depth + 1) if item is not None else None
+                        for returned in follow or self._follow(value, inner, depth + 1):
+                            yield dataclasses.replace(returned, derived=returned.derived or not is_getter)
         if isinstance(node.func, ast.Attribute):
-            yield from self._follow(node.func.value, place, depth + 1)
+            for name in self._follow(node.func.value, place, depth + 1):
+                yield dataclasses.replace(name, derived=True) if item is not None else name
+
+    def _type_of(self, name: Name, depth: int) -> Iterator[Name]:
+        """The classes of the objects that methods of a class assign to one of its attributes."""
+        source = self._sources.of_module(name.module) if name.module and len(name.path) > 1 and name.owner_known else None
+        owner = source.definition(*name.path[:-1]) if source is not None else None
+        if source is None or not isinstance(owner, ast.ClassDef) or depth > _DEEPEST:
+            return
+        for node in ast.walk(owner):
+            if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
+                continue
+            if any(isinstance(t, ast.Attribute) and t.attr == name.path[-1] for t in node.targets):
+                for made in self._follow(node.value.func, _Place(source, None, (), None), depth + 1):
+                    there = self._sources.of_module(made.module) if made.module and made.path else None
+                    if there is not None and isinstance(there.definition(*made.path), ast.ClassDef):
+                        yield made
 
     def _follow_argument(self, name: str, place: _Place, depth: int) -> Iterator[Name]:
-        """A parameter is what the calling frame passed."""
-        if place.frame is None or place.frame == 0 or place.function is None:
+        """A parameter is what the calling frame passed, or what that one was given and passed on."""
+        function, called = place.function, getattr(place.function, "name", "")
+        if function is not None and place.call is not None and place.caller is not None:
+            for argument in _argument(place.call, name, function, bool(place.classes)):
+                yield from self._follow(argument, place.caller, depth + 1)
             return
-        caller, node, _ = self._at(place.frame - 1)
-        called = getattr(place.function, "name", "")
-        call = _call_of(node, called)
-        if call is None:
-            return
-        for argument in _argument(call, name, place.function, bool(place.classes)):
-            yield from self._follow(argument, caller, depth + 1)
+        index = place.frame or 0
+        while index > 0 and function is not None:
+            index -= 1
+            caller, node, _ = self._at(index)
+            call = _call_of(node, called)
+            if call is None:
+                return
+            arguments = list(_argument(call, name, function, bool(place.classes)))
+            for argument in arguments:
+                yield from self._follow(argument, caller, depth + 1)
+            starred = any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords)
+            if arguments or not starred:
+                return
+            called = getattr(caller.function, "name", "")
 
     def _bases(self, source: Source, classes: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
         """A class and those it inherits from, as far as their sources are there."""
@@ -544,7 +629,7 @@ def _own_nodes(function: Function) -> Iterator[ast.AST]:
 def _assigned(function: Function, name: str) -> Iterator[ast.AST]:
     """The values that a local variable is given."""
     for node in _own_nodes(function):
-        pairs: list[tuple[ast.AST, ast.AST]] = []
+        pairs: list[tuple[ast.AST, ast.expr]] = []
         if isinstance(node, ast.Assign):
             pairs = [(target, node.value) for target in node.targets]
         elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
@@ -557,14 +642,15 @@ def _assigned(function: Function, name: str) -> Iterator[ast.AST]:
             yield from _bound(target, value, name)
 
 
-def _bound(target: ast.AST, value: ast.AST, name: str) -> Iterator[ast.AST]:
+def _bound(target: ast.AST, value: ast.expr, name: str) -> Iterator[ast.AST]:
     if isinstance(target, ast.Name) and target.id == name:
         yield value
     elif isinstance(target, (ast.Tuple, ast.List)):
         items = value.elts if isinstance(value, (ast.Tuple, ast.List)) else []
         alike = len(items) == len(target.elts)
         for index, part in enumerate(target.elts):
-            yield from _bound(part, items[index] if alike else value, name)
+            item = items[index] if alike else ast.Subscript(value, ast.Constant(index), ast.Load())
+            yield from _bound(part, item, name)
 
 
 def _definitions(source: Source, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

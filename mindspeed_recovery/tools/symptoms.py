@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from mindspeed_recovery.core.unsafe_note import PREFIX
-from mindspeed_recovery.errors import UNSAFE_DATA
+from mindspeed_recovery.errors import FORCE_STOP, UNSAFE_DATA
 from mindspeed_recovery.tools.tracebacks import HEADER
 
 
@@ -38,7 +38,8 @@ class Symptom:
 
 
 SYMPTOMS = (
-    Symptom("unsafe-data", "unsafe data was read", re.compile(re.escape(UNSAFE_DATA))),
+    # Not where a runtime tells this rank of the error of another.
+    Symptom("unsafe-data", "unsafe data was read", re.compile(rf"^(?!.*{FORCE_STOP}).*{re.escape(UNSAFE_DATA)}")),
     Symptom(
         "timer-running",
         "a timer still runs since the step that was cut",

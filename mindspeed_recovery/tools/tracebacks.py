@@ -163,7 +163,8 @@ class Assembler:
                 last.notes.append(note)
         elif any(mark in line.text for mark in self._marks):
             if last is not None and last.frames and line.number - last.end <= _MESSAGE_LINES:
-                last.message = f"{last.message} {line.text.strip()}"[:_LONGEST_MESSAGE]
+                if not any(mark in last.message for mark in self._marks):
+                    last.message = f"{last.message} {line.text.strip()}"[:_LONGEST_MESSAGE]
                 return
             yield from self.settle()
             error = _ERROR.fullmatch(line.text.strip())

@@ -392,6 +392,11 @@ ORDINARY = {
     "a shape": traceback_of("self.linear(x)", ROUTER, error="RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
     "an assertion on catalogued state": traceback_of("assert self.expert_bias is None", ROUTER, error="AssertionError"),
     "a recovery that went well": f"{ROLLBACK}\nrecovery 1: rolled back to step 4, exact; states: 3 reset; ms: clean 1.0\n",
+    "an error of another rank": traceback_of(
+        "self.run()",
+        error="mindspeed_recovery.errors.RecoveryFailed: FORCE STOP: the job has ended on another rank: There is unsafe data "
+        "in the input tensor.",
+    ),
     "a bug after a recovery": f"{ROLLBACK}\n{traceback_of('batch[0]', error='IndexError: list index out of range')}",
 }
 
@@ -480,6 +485,25 @@ def through_module(x):
 
 def fresh(x):
     return torch.max(CACHE["a"] * 2, x)
+
+class Model:
+    def __init__(self):
+        self.rotary = h.Rotary()
+    def prepare(self, x):
+        table = self.rotary(8)
+        return x, table, None
+    def run(self, x):
+        prepared = self.prepare(x)
+        (x, table) = prepared[:2]
+        return passing(x, table=table)
+
+def passing(*args, **kwargs):
+    return last(*args, **kwargs)
+
+def last(x, table=None):
+    table = (table,) * 2 if table is None else table
+    first, second = table
+    return torch.cos(first)
 """
 HELPERS = """
 _TRACKER = None
@@ -491,6 +515,10 @@ def get_tracker():
 
 class Base:
     inherited = 1
+
+class Rotary:
+    def forward(self, length):
+        return torch.arange(length)
 """
 
 
@@ -501,11 +529,26 @@ class Base:
         ([("through_getter", "a += b", "")], "helpers:_TRACKER"),
         ([("forward", "return x * self.inherited", "")], "helpers:Base.inherited"),
         ([("through_module", 'return h.TABLE["row"] + x', "")], "helpers:TABLE.row"),
+        (
+            [
+                ("run", "return passing(x, table=table)", "       ^^^^^^^^^^^^^^^^^^^^^^^"),
+                ("passing", "return last(*args, **kwargs)", "       ^^^^^^^^^^^^^^^^^^^^^"),
+                ("last", "return torch.cos(first)", "       ^^^^^^^^^^^^^^^^"),
+            ],
+            "helpers:Rotary.forward",
+        ),
     ],
 )
 def test_a_name_is_followed_to_where_the_state_lives(frames, expected, tmp_path):
     sources, made = program(tmp_path, frames)
     assert expected in map(str, read_by(made, sources))
+
+
+def test_what_comes_out_of_a_call_is_no_state_to_declare(tmp_path):
+    sources, made = program(tmp_path, [("run", "return passing(x, table=table)", "")])
+    names = read_by(made, sources)
+    assert "helpers:Rotary.forward" in map(str, names)
+    assert [str(name) for name in names if name.owner_known and not name.derived] == []
 
 
 def test_the_result_of_an_operation_is_nobodys_state(tmp_path):

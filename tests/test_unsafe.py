@@ -7,6 +7,7 @@ import gc
 import traceback
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from mindspeed_recovery.core.policy import Policy, StateSpec
 from mindspeed_recovery.core.registry import Registry
 from mindspeed_recovery.core.session import Session
 from mindspeed_recovery.core.unsafe_note import UnsafeNote, parse
+from mindspeed_recovery.frameworks.megatron_job import Loop
+from mindspeed_recovery.runtimes.standalone import StandaloneRuntime
 from mindspeed_recovery.testing.simulator import UnsafeMemory
 
 pytestmark = pytest.mark.timeout(60)
@@ -189,3 +192,42 @@ def test_the_session_explains_by_its_own_states_and_memory(module, memory):
         )
     finally:
         session.close()
+
+
+class Listener:
+    """A session that notes what it is asked to explain."""
+
+    def __init__(self) -> None:
+        self.explained: list[BaseException] = []
+
+    def explain(self, error: BaseException) -> None:
+        self.explained.append(error)
+
+
+def failing() -> None:
+    raise RuntimeError("There is unsafe data in the input tensor.")
+
+
+def test_the_standalone_runtime_lets_the_session_explain_an_error(memory):
+    listener = Listener()
+    runtime = StandaloneRuntime(
+        store=torch.distributed.HashStore(),
+        rank=0,
+        world_size=1,
+        device=memory,
+        job=SimpleNamespace(tensors=list, host_state=dict),  # type: ignore[arg-type]
+        write_log=lambda step, line: None,
+        session=listener,  # type: ignore[arg-type]
+        timeout=5,
+    )
+    with pytest.raises(RuntimeError, match="unsafe data") as caught:
+        runtime.run(failing, [])
+    assert listener.explained == [caught.value]
+
+
+def test_the_stock_loop_lets_the_session_explain_what_mindio_is_about_to_catch():
+    listener = Listener()
+    loop = SimpleNamespace(_runtime=None, _session=listener, _enter=lambda train, arguments: train())
+    with pytest.raises(RuntimeError, match="unsafe data") as caught:
+        Loop.run(loop, failing, None)  # type: ignore[arg-type]
+    assert listener.explained == [caught.value]

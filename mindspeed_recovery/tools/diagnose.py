@@ -419,7 +419,7 @@ def _cause_lines(number: int, cause: Cause) -> Iterator[str]:
     yield f"   {_short(cause.error)}"
     ranks = f"rank{'s' * (len(cause.ranks) > 1)} {_ranges(cause.ranks)}, " if cause.ranks else ""
     times = _counted(cause.occurrences, "time", "times")
-    after = [f"after recovery {n}" if n else "no recovery before it" for n in sorted(cause.recoveries)[:3]]
+    after = [f"after recovery {n}" if n else "no recovery in the log before it" for n in sorted(cause.recoveries)[:3]]
     more = ", …" if len(cause.recoveries) > 3 else ""
     yield f"   {ranks}{times}, {', '.join(after)}{more}; first at {cause.log}:{cause.line}"
     if cause.how:

@@ -418,7 +418,9 @@ class _Reader:
 
     def _type_of(self, name: Name, depth: int) -> Iterator[Name]:
         """The classes of the objects that methods of a class assign to one of its attributes."""
-        source = self._sources.of_module(name.module) if name.module and len(name.path) > 1 and name.owner_known else None
+        source = (
+            self._sources.of_module(name.module) if name.module and len(name.path) > 1 and name.owner_known else None
+        )
         owner = source.definition(*name.path[:-1]) if source is not None else None
         if source is None or not isinstance(owner, ast.ClassDef) or depth > _DEEPEST:
             return

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 FORCE_STOP = "FORCE STOP"
 
-FAULT_TEXTS = (
-    FORCE_STOP,
-    "UCE ERROR",
-    "HBM MULTI BIT ECC",
-    "HCCL OP RETRY FAILED",
-    "There is unsafe data in the input tensor",
-)
+UNSAFE_DATA = "There is unsafe data in the input tensor"
+"""What a device says to an operation on an unsafe tensor."""
+
+FAULT_TEXTS = (FORCE_STOP, "UCE ERROR", "HBM MULTI BIT ECC", "HCCL OP RETRY FAILED", UNSAFE_DATA)
 """What the errors of a device, or of a runtime that stops it, say. They must reach the caller of ``train()``."""
 
 
 def is_device_fault(error: BaseException) -> bool:
     """Whether an error comes from the device or the runtime, by its text."""
     return any(text in str(error) for text in FAULT_TEXTS)
+
+
+def is_unsafe_data(error: BaseException) -> bool:
+    """Whether an error is the device's answer to an operation on an unsafe tensor, by its text."""
+    return UNSAFE_DATA in str(error)
 
 
 class RecoveryError(Exception):

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_recovery.core import actions, container
+from mindspeed_recovery.core import actions, container, unsafe
 from mindspeed_recovery.core.copies import Copies, Slot, StateCopy
 from mindspeed_recovery.core.location import Place
 from mindspeed_recovery.core.memory import DeviceMemory, synchronize
@@ -113,6 +113,13 @@ class Session:
             except Exception as error:
                 logger.debug("state '%s' is not where it was: %s", state.name, error)
         self._undo_loading()
+
+    def explain(self, error: BaseException) -> None:
+        """Add notes to an unsafe-data error that name its unsafe tensors: see `unsafe.annotate`. Never raises.
+
+        Called on the training thread where the error is caught, before anything has changed the memory.
+        """
+        unsafe.annotate(error, self.registry, self.memory)
 
     def summary(self) -> str:
         """What is tracked, in one line."""

@@ -164,7 +164,11 @@ class Loop:
     def run(self, train: Wrapped, arguments: inspect.BoundArguments) -> Any:
         """``train()``, until it ends or, under MindIO TFT, fails."""
         if self._runtime is None:
-            return self._enter(train, arguments)
+            try:
+                return self._enter(train, arguments)
+            except Exception as error:
+                self._session.explain(error)
+                raise
         return self._runtime.run(lambda: self._enter(train, arguments), [], step=self.done)
 
     def close(self) -> None:

@@ -245,6 +245,8 @@ class StandaloneRuntime:
         return self._marks.get(what, self._first)
 
     def _on_error(self, error: Exception) -> None:
+        if self._session is not None:
+            self._session.explain(error)
         kind = fault_kind(error)
         if kind is not None and self._done == self._first:
             self._die(f"rank {self._rank}: a fault before the first optimizer update cannot be recovered: {error}")

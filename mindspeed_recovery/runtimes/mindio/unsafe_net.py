@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
-from types import FrameType, ModuleType, TracebackType
+from collections.abc import Callable
+from types import ModuleType, TracebackType
 from typing import Any
 
-from torch import Tensor
-
+from mindspeed_recovery.core import unsafe
 from mindspeed_recovery.core.session import Session
-from mindspeed_recovery.errors import QuarantineError
+from mindspeed_recovery.errors import UNSAFE_DATA
 
 logger = logging.getLogger("mindspeed_recovery")
 
-PATTERN = "There is unsafe data in the input tensor"
+PATTERN = UNSAFE_DATA
 RETRY_WITHOUT_REPAIR = "RS_HCCL_FAILED"
 OTHER = "OTHER"
 
@@ -108,23 +107,10 @@ class UnsafeNet:
 
     def _unsafe(self, session: Session, traceback: TracebackType | None) -> tuple[list[str], list[str]]:
         """The unsafe tensors as text: those of tracked states, and those of nobody that the error's frames show."""
-        states: dict[int, str] = {}
-        for state in session.registry:
-            try:
-                for path, tensor in state.tensors():
-                    if session.memory.is_unsafe(tensor):
-                        states.setdefault(_key(tensor), f"state '{state.name}' at {path}")
-            except QuarantineError:
-                continue
-        others: dict[int, str] = {}
-        names = _Names(self._model())
-        while traceback is not None:
-            for where, tensor in _tensors(traceback.tb_frame):
-                key = _key(tensor)
-                if key not in states and key not in others and session.memory.is_unsafe(tensor):
-                    others[key] = f"{names.get(key, where)}, {tuple(tensor.shape)} {tensor.dtype}"
-            traceback = traceback.tb_next
-        return list(states.values()), list(others.values())
+        states = unsafe.in_states(session.registry, session.memory)
+        shown = unsafe.in_frames(traceback, session.memory, states, _model_names(self._model()))
+        others = [f"{n.place}, {n.shape} {n.dtype}" for n in shown.values() if n.state is None]
+        return [f"state '{n.state}' at {n.place}" for n in states.values()], others
 
     def _note_device_time(self) -> Callable[[], None]:
         handlers = getattr(self._decorator, "fault_handles", None)
@@ -145,46 +131,12 @@ class UnsafeNet:
         return undo
 
 
-class _Names:
+def _model_names(chunks: list[Any]) -> dict[int, str]:
     """Names of the model's tensors by storage."""
-
-    def __init__(self, chunks: list[Any]) -> None:
-        self._names: dict[int, str] = {}
-        for chunk in chunks:
-            module = getattr(chunk, "module", chunk)  # the wrapper for data parallelism hides buffers()
-            for kind in ("named_parameters", "named_buffers"):
-                for name, tensor in getattr(module, kind, list)():
-                    self._names.setdefault(_key(tensor), f"the model's {name}")
-
-    def get(self, key: int, default: str) -> str:
-        return self._names.get(key, default)
-
-
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def _tensors(frame: FrameType) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a frame shows: its locals, the attributes of its ``self``, and the globals that its code names."""
-    code, module = frame.f_code, frame.f_globals.get("__name__", "?")
-    local = frame.f_locals
-    function = getattr(code, "co_qualname", code.co_name)  # since Python 3.11
-    for name, value in local.items():
-        yield from _leaves(f"local {name} of {module}:{function}", value)
-    owner = local.get("self")
-    for name, value in {**getattr(owner, "__dict__", {})}.items():
-        yield from _leaves(f"{type(owner).__module__}:{type(owner).__qualname__}.{name}", value)
-    for name in code.co_names:
-        if name in frame.f_globals:
-            yield from _leaves(f"{module}:{name}", frame.f_globals[name])
-
-
-def _leaves(where: str, value: Any, depth: int = 2) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield where, value
-    elif depth and isinstance(value, dict):
-        for key, item in list(dict.items(value)):
-            yield from _leaves(f"{where}[{key!r}]", item, depth - 1)
-    elif depth and isinstance(value, (list, tuple)):
-        for index, item in enumerate(list.copy(value) if isinstance(value, list) else value):
-            yield from _leaves(f"{where}[{index}]", item, depth - 1)
+    names: dict[int, str] = {}
+    for chunk in chunks:
+        module = getattr(chunk, "module", chunk)  # the wrapper for data parallelism hides buffers()
+        for kind in ("named_parameters", "named_buffers"):
+            for name, tensor in getattr(module, kind, list)():
+                names.setdefault(unsafe.key(tensor), f"the model's {name}")
+    return names

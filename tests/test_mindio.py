@@ -469,7 +469,7 @@ def test_chained_callback_answers_an_integer_whatever_happens(result: Any) -> No
 
 
 @pytest.fixture
-def voters(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+def voters() -> Callable[..., list[Any]]:
     """``voters(*votes)``: what each voter is told; a vote of None stays away."""
     import torch.distributed as dist
 
@@ -477,8 +477,10 @@ def voters(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
 
     def vote(*votes: bool | None, announced: int | None = None) -> list[Any]:
         size = len(votes)
-        monkeypatch.setattr(agreement, "_store_and_size", lambda: (store, size))
-        ranks = [agreement.Agreement(timeout=0.5) for _ in votes]
+        ranks = [
+            agreement.Agreement(0.5, lambda rank=rank: agreement.Place(store, rank, size))  # type: ignore[misc]
+            for rank in range(size)
+        ]
         for rank in ranks[:announced]:
             rank.announce()
             rank.announce()

@@ -148,6 +148,8 @@ class Recovery:
 
     def repair(self, original: Original) -> int:
         session = self._active_session()
+        if session is not None:
+            self._join(session)
         plan = NO_REPAIR
         try:
             plan = self._plan = read_plan(self._decorator)
@@ -165,8 +167,7 @@ class Recovery:
         if session is None or adaptor is None:
             return code(original(), "rollback")
         self._set_device()
-        if not self._stopped:  # a restarted process joins in here
-            self._harmless("stop", session.stop)
+        self._join(session)
         arguments, tft_step = adaptor.arguments(), self._decorator.save_handler._repair_step
         loaded = adaptor.checkpoint_loaded() or (self._plan is not None and self._plan.loads_checkpoint)
         step = arguments.iteration if loaded else tft_step
@@ -188,7 +189,7 @@ class Recovery:
         result = code(original(), "rollback")
         if before is not None:
             self._report_dead_names(adaptor.rollback.mpu, before)
-        self._stopped, self._copied, self._plan = False, None, None
+        self._stopped, self._copied, self._plan, self._logged = False, None, None, None
         if result == OK:
             self.window.rolled_back(step, tft_step)
             self._harmless("after rollback", lambda: logger.info("%s", session.after_rollback().summary()))
@@ -202,14 +203,23 @@ class Recovery:
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 
+    def _join(self, session: Session) -> None:
+        """A recovery that stops nobody (a node is exchanged between two steps), or that has begun before this process was
+        there, begins here for this rank."""
+        if not self._stopped:
+            self._stopped = True
+            self._harmless("stop", session.stop)
+
     def _settle_log_line(self, session: Session, adaptor: Layout, arguments: Any, step: int) -> bool:
         """Whether the log line of ``step`` is written again, alike on every rank; also refuses to lose a step.
 
         The adaptor decides on each rank by itself: it replays where ``iteration`` is not the step that it rolls back to.
         Ranks set ``iteration`` after their own part of logging, so one may have done so and another not; the replay's
         collectives would then wait for ever. The line is owed if *any* rank has not finished it: that rank may be the one
-        that writes it. It can be written if *every* rank has the losses of the step. Then ``iteration`` is set so that
-        the adaptor's rule gives this answer everywhere. Nothing else reads it before the adaptor sets it to the step.
+        that writes it. It can be written if *every* rank has the losses of the step, and none has lost sums that go into it
+        (a process that was started again has none, and not even the names that the others would reduce). Then
+        ``iteration`` is set so that the adaptor's rule gives this answer everywhere. Nothing else reads it before the
+        adaptor sets it to the step.
         """
         values = adaptor.log_values()
         losses.drop_unsafe(values, session.memory.is_unsafe)
@@ -217,7 +227,8 @@ class Recovery:
         repaired = self._plan is not None and self._plan.receives
         owed, mute = known < step, values is not None and values.losses_reduced_ is None
         lost = self.window.loses_a_step(step, repaired)
-        votes = {"owed": owed, "mute": mute, "lost": lost}
+        sums = session.sums(step)
+        votes = {"owed": owed, "mute": mute, "lost": lost, "sums": sums is True, "gone": sums is None}
         recovery = str(getattr(self._decorator, "repair_id_", ""))
         counts = None
         try:
@@ -238,9 +249,11 @@ class Recovery:
             )
         if counts is None:
             return arguments.iteration != step and not mute  # what the adaptor will do
-        replay = counts["owed"] > 0 and counts["mute"] == 0
+        partial = counts["sums"] > 0 and counts["gone"] > 0
+        replay = counts["owed"] > 0 and counts["mute"] == 0 and not partial
         if counts["owed"] and not replay:
-            logger.warning("the log line of step %d is missing: not every rank has its losses any more", step)
+            gone = "sums" if partial else "losses"
+            logger.warning("the log line of step %d is missing: not every rank has its %s any more", step, gone)
         if not replay:
             arguments.iteration = step
         elif arguments.iteration == step:

@@ -13,20 +13,25 @@ REPLY_SECONDS = 15
 
 
 class Processor:
-    def __init__(self, tft, rank, world_size, stores, replicas, checkpoint):
+    def __init__(self, tft, rank, stores, controller=None):
         self.tft, self.rank = tft, rank
         self.force = False
         self.repair_type = "unknow"
         self._store, self._status_store = stores(), stores()
         self._status = {"step": 0, "data": "updated"}
-        self._epoch = 0
+        self._epoch = self._number = self.repair_id = 0
         self._wait = threading.Semaphore(0)
         self._go = False
         self._left = threading.Event()
         self._closed = threading.Event()
-        self._controller = Controller(world_size, stores, replicas, checkpoint) if rank == 0 else None
+        self._controller = controller
 
     def start(self):
+        if self._store.check(
+            [f"tft/awaited/{self.rank}"]
+        ):  # the controller answers the register message of a new process
+            self._epoch, self._number = json.loads(self._store.get(f"tft/awaited/{self.rank}"))
+            self.repair_id = self._epoch + 1
         self._publish()
         if self._controller is not None:
             self._controller.start()
@@ -52,7 +57,7 @@ class Processor:
 
     def report(self, state):
         self._status_store.set(f"tft/{self._epoch}/report/{self.rank}", state)
-        if state != "RS_NORMAL":
+        if state not in ("RS_NORMAL", "RS_PREREPAIR_FINISH", "RS_STEP_FINISH"):
             self._status_store.add(f"tft/{self._epoch}/fault", 1)
 
     def wait_next_action(self):
@@ -72,7 +77,7 @@ class Processor:
     # ---- TFT's thread
 
     def _run(self):
-        number = 0
+        number = self._number
         with self.tft.thread_context():
             while not self._closed.is_set():
                 if not self._store.check([f"tft/command/{number}"]):
@@ -98,7 +103,9 @@ class Processor:
         if op in ("stop", "clean"):
             self.repair_type = context["repair_type"]
             return getattr(self.tft, f"{op}_callback")()
-        if op in ("repair", "rollback", "save"):
+        if op == "rollback":
+            self._status["step"] = context["step"]
+        if op in ("rebuild", "repair", "rollback", "save"):
             return getattr(self.tft, f"{op}_callback")(context)
         if op == "exit":
             return self.tft.exit_callback()
@@ -106,16 +113,22 @@ class Processor:
             self._epoch += 1
             self.force = False
             self._left.clear()
+            self._publish()
         self._go = True
         self._wait.release()
         return 0
 
 
 class Controller(threading.Thread):
-    def __init__(self, world_size, stores, replicas, checkpoint):
+    """``replicas``: for each type of optimizer, how many copies of a shard a group holds and the groups of ranks; empty for
+    an optimizer without replicas. ``scheduler``: who starts dead processes again, if somebody does: ``lost()`` names their
+    ranks, ``start_again(ranks)`` asks for new ones."""
+
+    def __init__(self, world_size, stores, replicas, checkpoint, scheduler=None):
         super().__init__(name="tft-controller", daemon=True)
         self.closed = threading.Event()
         self._ranks = range(world_size)
+        self._scheduler = scheduler
         self._store = stores()
         self._replicas, self._checkpoint = replicas, checkpoint
         self._number = 0
@@ -123,8 +136,9 @@ class Controller(threading.Thread):
 
     def run(self):
         while not self.closed.wait(POLL_SECONDS):
-            if self._store.add(f"tft/{self._epoch}/fault", 0):
-                if not self._recover():
+            lost = self._scheduler.lost() if self._scheduler is not None else []
+            if lost or self._store.add(f"tft/{self._epoch}/fault", 0):
+                if not (self._replace(lost) if lost else self._recover()):
                     self._all("exit", {})
                     return
                 self._epoch += 1
@@ -165,12 +179,58 @@ class Controller(threading.Thread):
             self._dump(step)
             return False
         self._all("release", {})
-        context = {"step": step, "repair_id": self._epoch + 1, "rank_list": [], "repair_type": 3}
-        context.update(type=[], src=[], dst=[])
+        context = self._context(step)
         if any(kinds[rank] == "RS_UCE" and codes[rank] == 0 for rank in self._ranks):
-            plans = self._plan(context, statuses, kinds, codes)
-            if plans is None or any(self._all("repair", plans, ranks=plans).values()):
+            step = context["step"]
+            hit = [rank for rank in self._ranks if kinds[rank] == "RS_UCE" and codes[rank] == 0]
+            behind = [r for r in self._ranks if statuses[r]["data"] != "updated" or statuses[r]["step"] != step]
+            whole = [rank for rank in self._ranks if rank not in hit and rank not in behind and codes[rank] == 0]
+            if not self._repair(
+                context, [r for r in self._ranks if r in hit or (r in behind and codes[r] == 0)], hit, whole
+            ):
                 return False
+        return self._roll_back(context)
+
+    def _replace(self, lost):
+        """Processes have died ("ARF"): the others stop, new ones come, and all links are built anew."""
+        alive = [rank for rank in self._ranks if rank not in lost]
+        step = max(status["step"] for status in self._statuses().values())
+        if step == 0:
+            print("tft: no optimizer update yet: refused", flush=True)
+            return False
+        for op in ("stop", "clean"):
+            if any(self._all(op, {rank: {"repair_type": "recover"} for rank in alive}, ranks=alive).values()):
+                return False
+        self._all("release", {rank: {} for rank in alive}, ranks=alive)
+        return self._admit(lost, self._context(step))
+
+    def _admit(self, lost, context):
+        for rank in lost:
+            self._store.set(f"tft/awaited/{rank}", json.dumps([self._epoch, self._number]))
+        self._scheduler.start_again(lost)
+        keys = [f"tft/{self._epoch}/report/{rank}" for rank in lost]
+        deadline = time.monotonic() + REPLY_SECONDS
+        while not self._store.check(keys):  # "ARF FINISH"
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_SECONDS)
+        if any(self._all("rebuild", {"fault_ranks": lost, "repair_id": context["repair_id"]}).values()):
+            return False
+        statuses = self._statuses()
+        step = context["step"]
+        wrong = [r for r in self._ranks if r in lost or statuses[r]["data"] != "updated" or statuses[r]["step"] != step]
+        whole = [rank for rank in self._ranks if rank not in wrong]
+        return self._repair(context, wrong, [], whole) and self._roll_back(context)
+
+    def _context(self, step):
+        context = {"step": step, "repair_id": self._epoch + 1, "rank_list": [], "repair_type": 3}
+        return context | {"type": [], "src": [], "dst": []}
+
+    def _repair(self, context, wrong, hit, whole):
+        plans = self._plan(context, wrong, hit, whole)
+        return plans is not None and not any(self._all("repair", plans, ranks=plans).values())
+
+    def _roll_back(self, context):
         if any(self._all("rollback", context).values()):
             return False
         self._all("resume", {})
@@ -180,32 +240,36 @@ class Controller(threading.Thread):
         reports = {rank: f"tft/{self._epoch}/report/{rank}" for rank in self._ranks}
         return {r: self._store.get(key).decode() if self._store.check([key]) else "" for r, key in reports.items()}
 
-    def _plan(self, context, statuses, kinds, codes):
+    def _plan(self, context, wrong, hit, whole):
+        """What each rank that takes part has to do; its lists run in parallel, over all types of optimizers."""
         from .framework_ttp.ttp_decorator import RepairType
 
-        step = context["step"]
-        hit = [rank for rank in self._ranks if kinds[rank] == "RS_UCE" and codes[rank] == 0]
-        behind = [r for r in self._ranks if statuses[r]["data"] != "updated" or statuses[r]["step"] != step]
-        behind = [rank for rank in behind if codes[rank] == 0]
-        wrong = sorted({*hit, *behind})
-        whole = [rank for rank in self._ranks if rank not in wrong and rank not in behind and codes[rank] == 0]
-        if not self._replicas or not whole:
+        triples = [] if self._replicas else None
+        for kind, (copies, groups) in enumerate(self._replicas):
+            for group in groups:
+                for place in (place for place, rank in enumerate(group) if rank in wrong):
+                    shift = len(group) // copies
+                    others = [group[(place + i * shift) % len(group)] for i in range(1, copies)]
+                    source = next((rank for rank in others if rank in whole), None)
+                    if source is None:
+                        triples = None
+                    elif triples is not None:
+                        triples.append((kind, source, group[place]))
+        if triples is None:
             if self._checkpoint is None or not os.path.exists(self._checkpoint):
                 return None
             kind = {r: RepairType.RT_LOAD_REBUILD if r in hit else RepairType.RT_LOAD_CKPT for r in self._ranks}
             return {rank: context | {"repair_type": kind[rank].value} for rank in self._ranks}
-        n = len(self._ranks)
-        pairs = [(next((r + i) % n for i in range(1, n) if (r + i) % n in whole), r) for r in wrong]
-        members = sorted({rank for pair in pairs for rank in pair})
+        members = sorted({rank for triple in triples for rank in triple[1:]})
         plans = {}
         for rank in members:
-            mine = [pair for pair in pairs if rank in pair]
+            mine = [triple for triple in triples if rank in triple[1:]]
             high = RepairType.RT_UCE_HIGHLEVEL if rank in hit else RepairType.RT_RECV_REPAIR
             plans[rank] = context | {
                 "repair_type": high.value if rank in wrong else RepairType.RT_SEND.value,
-                "type": [0 for _ in mine],
-                "src": [source for source, _ in mine],
-                "dst": [destination for _, destination in mine],
+                "type": [kind for kind, _, _ in mine],
+                "src": [source for _, source, _ in mine],
+                "dst": [destination for _, _, destination in mine],
                 "rank_list": members,
             }
         return plans

@@ -53,9 +53,9 @@ def send_rank_repair(src_ranks, dest_ranks, optim_idxs, rank_list, train_args):
     build_repair_group(rank_list)
     group, optimizer = get_repair_group(), train_args[OPTIM]
     losses = LogArgs.losses_reduced_ and average(LogArgs.losses_reduced_)
-    for destination in dest_ranks:
-        numbers = torch.tensor([get_args().iteration, -1 if losses is None else len(losses)])
-        for tensor in (optimizer.model.weight, optimizer.momentum, numbers):
+    numbers = torch.tensor([get_args().iteration, -1 if losses is None else len(losses)])
+    for destination, kind in zip(dest_ranks, optim_idxs):
+        for tensor in (*optimizer.tensors(kind), numbers):
             dist.send(tensor, destination, group=group)
         for part in losses or []:
             dist.send(part["lm loss"], destination, group=group)
@@ -64,15 +64,15 @@ def send_rank_repair(src_ranks, dest_ranks, optim_idxs, rank_list, train_args):
 def recv_rank_repair(src_ranks, dest_ranks, optim_idxs, rank_list, train_args):
     build_repair_group(rank_list)
     group, optimizer = get_repair_group(), train_args[OPTIM]
-    for source in src_ranks:
+    if LogArgs.losses_reduced_:  # its own old ones, before the source's arrive
+        LogArgs.losses_reduced_ = average(LogArgs.losses_reduced_)
+    for source, kind in zip(src_ranks, optim_idxs):
         numbers = torch.zeros(2, dtype=torch.int64)
-        for target in (optimizer.model.weight, optimizer.momentum, numbers):
+        for target in (*optimizer.tensors(kind), numbers):
             fresh = torch.empty(target.shape, dtype=target.dtype)
             dist.recv(fresh, source, group=group)
             target.copy_(fresh)
         get_args().iteration = int(numbers[0])
-        if LogArgs.losses_reduced_:  # its own old ones, before the source's arrive
-            LogArgs.losses_reduced_ = average(LogArgs.losses_reduced_)
         if int(numbers[1]) >= 0:
             LogArgs.losses_reduced_ = [{"lm loss": torch.empty(())} for _ in range(int(numbers[1]))]
             for part in LogArgs.losses_reduced_:

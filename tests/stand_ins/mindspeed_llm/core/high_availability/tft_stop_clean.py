@@ -20,7 +20,7 @@ def clean_callback(is_uce_error, train_args, ctx):
             result = 2
         elif found == 3:
             optimizer = train_args[OPTIM]
-            for tensor in (optimizer.model.weight, optimizer.model.grad, optimizer.momentum):
+            for tensor in (optimizer.model.grad, *optimizer.tensors(0), *optimizer.tensors(1)):
                 training.device.mark_safe(tensor)
         else:
             result = 1

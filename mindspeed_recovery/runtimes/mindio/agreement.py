@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 logger = logging.getLogger("mindspeed_recovery")
@@ -77,6 +77,23 @@ class Agreement:
         self._joined = store
         return not first
 
+    def introduce(self, recovery: str, word: str) -> bool:
+        """Leave ``word`` for the ranks that this one will meet in ``recovery``. False if one of them has given it up."""
+        place = self._place()
+        if place is None:
+            return False
+        return place.store.compare_set(f"{_PREFIX}/met/{recovery}/{place.rank}", "", word).decode() == word
+
+    def words(self, recovery: str, ranks: Iterable[int]) -> dict[int, str | None]:
+        """What these ranks have left; None for one that has not in time, which is then given up by all others alike."""
+        place = self._place()
+        deadline = time.monotonic() + self._timeout
+        words: dict[int, str | None] = dict.fromkeys(ranks)
+        for rank in words if place is not None else ():
+            word = self._outcome(place.store, f"{_PREFIX}/met/{recovery}/{rank}", deadline)  # type: ignore[union-attr]
+            words[rank] = None if word == _VOID else word
+        return words
+
     def vote(self, recovery: str, votes: Mapping[str, bool]) -> dict[str, int] | None:
         """How many ranks said yes to each question; None, alike on every rank that votes, if not all of them did in time.
 
@@ -100,7 +117,7 @@ class Agreement:
             return None
         if voters == size:
             store.compare_set(f"{prefix}/outcome", "", _COMPLETE)
-        if self._outcome(store, f"{prefix}/outcome") != _COMPLETE:
+        if self._outcome(store, f"{prefix}/outcome", time.monotonic() + self._timeout) != _COMPLETE:
             logger.warning(
                 "%d of %d ranks voted within %.0f s: each rank decides for itself",
                 store.add(f"{prefix}/voters", 0),
@@ -110,8 +127,8 @@ class Agreement:
             return None
         return {name: store.add(f"{prefix}/{name}", 0) for name in votes}
 
-    def _outcome(self, store: Any, key: str) -> str:
-        deadline = time.monotonic() + self._timeout
+    @staticmethod
+    def _outcome(store: Any, key: str, deadline: float) -> str:
         pause, longest = _POLL_SECONDS
         # Polled: a blocking wait would hold the client's lock against every other thread that uses the store.
         while not store.check([key]):

@@ -19,9 +19,11 @@ training is wrong, a recovery that is not exact under ``strict``) makes the call
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -155,10 +157,12 @@ class Recovery:
             plan = self._plan = read_plan(self._decorator)
         except Exception as error:
             self._warn("repair", "what TFT has planned cannot be read, no states are exchanged", error)
+        introduced = False
         if session is not None and plan.pairs:
+            introduced = self._introduce(session)
             self._harmless("before repair", lambda: losses.make_ready(self._log_values(), plan.receives))
         result = code(original(), "repair")
-        if session is not None and result == OK and plan.pairs:
+        if session is not None and result == OK and introduced:
             self._harmless("after repair", lambda: self._exchange_states(session, plan))
         return result
 
@@ -229,10 +233,9 @@ class Recovery:
         lost = self.window.loses_a_step(step, repaired)
         sums = session.sums(step)
         votes = {"owed": owed, "mute": mute, "lost": lost, "sums": sums is True, "gone": sums is None}
-        recovery = str(getattr(self._decorator, "repair_id_", ""))
         counts = None
         try:
-            counts = self.agreement.vote(recovery, votes)
+            counts = self.agreement.vote(self._recovery(), votes)
         except Exception as error:
             logger.warning("the vote on the log line of step %d failed: %s", step, error)
         if lost or (counts is not None and counts["lost"]):
@@ -260,14 +263,42 @@ class Recovery:
             arguments.iteration = step - 1
         return replay
 
+    def _introduce(self, session: Session) -> bool:
+        """Before the adaptor's repair, so that nobody waits for this rank after it. False: no states move here."""
+        try:
+            if self.agreement.introduce(self._recovery(), _catalogue(session)):
+                return True
+            logger.warning("this rank came late to its repair: no states move between it and the others")
+        except Exception as error:
+            self._warn("introduction", "no states move in this recovery", error)
+        return False
+
     def _exchange_states(self, session: Session, plan: RepairPlan) -> None:
         """States move between the ranks of a repair here, if the session can send and receive them.
 
-        ``session.after_repair(plan, group)``: ``group`` is the adaptor's gloo group of all ranks in this repair.
+        ``session.after_repair(plan, group)``: ``group`` is the adaptor's gloo group of all ranks in this repair, and the
+        plan has those pairs whose other rank runs the plugin with the same states. A rank that waited in the group for one
+        that does not would find the group's links broken when its time is up, and the adaptor needs them.
         """
         after_repair = getattr(session, "after_repair", None)
-        if after_repair is not None and self._layout is not None:
-            after_repair(plan, self._layout.repair_group())
+        if after_repair is None or self._layout is None:
+            return
+        peers = {pair: pair[0] if pair[1] == plan.rank else pair[1] for pair in plan.pairs}
+        words = self.agreement.words(self._recovery(), peers.values())
+        mine = _catalogue(session)
+        for peer, word in words.items():
+            if word != mine:
+                reason = (
+                    "does not run the plugin" if word is None else "tracks other states (another catalogue or version)"
+                )
+                logger.warning("rank %d %s: no states move between it and rank %d", peer, reason, plan.rank)
+        pairs = tuple(pair for pair, peer in peers.items() if words[peer] == mine)
+        if pairs:
+            after_repair(replace(plan, pairs=pairs), self._layout.repair_group())
+
+    def _recovery(self) -> str:
+        """The name of the recovery that is going on, alike on all ranks."""
+        return str(getattr(self._decorator, "repair_id_", ""))
 
     def _report_dead_names(self, module: ModuleType, before: set[str]) -> None:
         """A reset of a name that the module has never had made the name and reset nothing."""
@@ -296,3 +327,9 @@ class Recovery:
         if what not in self._warned:
             self._warned.add(what)
             logger.warning("%s: %s: %s: %s", what, consequence, type(error).__name__, error, exc_info=True)
+
+
+def _catalogue(session: Session) -> str:
+    """A digest of which states are tracked, and how."""
+    states = sorted(f"{s.spec.name} {s.spec.policy} {s.spec.location} {s.spec.on}" for s in session.registry)
+    return hashlib.sha256("\n".join(states).encode()).hexdigest()

@@ -71,7 +71,8 @@ def _run_rank(job: dict[str, Any], rank: int, listener: socket.socket) -> int:
         model = training.Model()
         run = _start(job, rank, client, checkpoint, memory, settings)
         training.hooks["point"].append(_faults(job, rank, memory, model))
-        iterations = run.adaptor.run(model)
+        arguments = None, [model], run.adaptor.Optimizer(model), None
+        iterations = run.adaptor.train_wrapper(training.train)(*arguments)
     from mindio_ttp.framework_ttp import ttp_decorator as tft
 
     tensors = [model.weight, training.bias, training.counts, torch.get_rng_state()]
@@ -116,15 +117,16 @@ def _start(
             training.hooks["begin"].append(run.session.begin_step)
 
     def adaptor() -> None:
+        from adaptor import use
         from mindio_ttp.framework_ttp import ttp_decorator as tft
 
         _older(tft, settings)
         tft.thread_context = memory.active
-        tft.tft_init_processor(rank, WORLD_SIZE, client, replicas=settings.get("replicas", True), checkpoint=checkpoint)
+        tft.tft_init_processor(rank, WORLD_SIZE, client, checkpoint=checkpoint)
+        use("toy").replicas = settings.get("replicas", True)
         run.adaptor = importlib.import_module(ADAPTORS[job["layout"]])
         run.adaptor.tft_register_processor()
-        holder = sys.modules.get("mindspeed_llm.core.high_availability.tft_rollback") or run.adaptor
-        run.rolled_back = holder.rolled_back
+        run.rolled_back = importlib.import_module("adaptor.callbacks").rolled_back
 
     for step in (plugin, adaptor) if job["first"] == "plugin" else (adaptor, plugin):
         step()
@@ -202,8 +204,7 @@ def _faults(job: dict[str, Any], rank: int, memory: Any, model: Any) -> Any:
             if name == "tracker":
                 found += [entry["values"] for entry in parallel_state._MOE_LAYER_WISE_LOGGING_TRACKER.values()]
             elif name == "losses":
-                repair = sys.modules.get("mindspeed_llm.core.high_availability.tft_optimizer_data_repair")
-                values = (repair or sys.modules[ADAPTORS["older"]]).LogArgs.losses_reduced_
+                values = sys.modules["adaptor.repair"].LogArgs.losses_reduced_
                 found += [part for loss in values for part in loss["lm loss"]]
             elif name in ("bias", "counts"):
                 found.append(getattr(training, name))

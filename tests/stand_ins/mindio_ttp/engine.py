@@ -10,21 +10,26 @@ import time
 
 POLL_SECONDS = 0.003
 REPLY_SECONDS = 15
+OK, FAILED, AGAIN = 0, 1, 3
+NO_LIMIT = 2**62
 
 
 class Processor:
-    def __init__(self, tft, rank, world_size, stores, replicas, checkpoint):
+    def __init__(self, tft, rank, world_size, stores, checkpoint):
         self.tft, self.rank = tft, rank
         self.force = False
         self.repair_type = "unknow"
         self._store, self._status_store = stores(), stores()
-        self._status = {"step": 0, "data": "updated"}
+        self._status_lock = threading.Lock()
+        self._status = {"step": 0, "data": "updated", "replicas": []}
+        self._limit = NO_LIMIT
+        self._failed = False
         self._epoch = 0
         self._wait = threading.Semaphore(0)
         self._go = False
         self._left = threading.Event()
         self._closed = threading.Event()
-        self._controller = Controller(world_size, stores, replicas, checkpoint) if rank == 0 else None
+        self._controller = Controller(world_size, stores, checkpoint) if rank == 0 else None
 
     def start(self):
         self._publish()
@@ -39,18 +44,31 @@ class Processor:
 
     # ---- training thread
 
+    def set_replicas(self, info):
+        self._status["replicas"] = info
+        self._publish()
+
     def begin_updating(self):
-        if self.force:
-            self.force = False
-            raise RuntimeError("FORCE STOP. By stand-in BeginUpdating")
-        self._status["data"] = "updating"
+        updating = False
+        while not updating:
+            if self.force:
+                self.force = False
+                raise RuntimeError("FORCE STOP. By stand-in BeginUpdating")
+            with self._status_lock:
+                updating = self._status["step"] < self._limit
+                if updating:
+                    self._status["data"] = "updating"
+            if not updating:
+                time.sleep(POLL_SECONDS)
         self._publish()
 
     def finished_update(self, step):
-        self._status.update(step=step, data="updated")
+        with self._status_lock:
+            self._status.update(step=step, data="updated")
         self._publish()
 
     def report(self, state):
+        self._failed = state != "RS_NORMAL"
         self._status_store.set(f"tft/{self._epoch}/report/{self.rank}", state)
         if state != "RS_NORMAL":
             self._status_store.add(f"tft/{self._epoch}/fault", 1)
@@ -92,7 +110,24 @@ class Processor:
                     self._store.set(f"tft/reply/{number}/{self.rank}", str(code))
                 number += 1
 
+    def _lock(self, step):
+        """No update begins after that of ``step``; wait until this rank has ended it, or has failed."""
+        with self._status_lock:
+            self._limit = step
+        deadline = time.monotonic() + REPLY_SECONDS
+        while time.monotonic() < deadline:
+            with self._status_lock:
+                done, updating = self._status["step"], self._status["data"] == "updating"
+            if self._failed or (done == step and not updating):
+                return OK
+            if done > step:
+                return AGAIN
+            time.sleep(POLL_SECONDS)
+        return FAILED
+
     def _do(self, op, context):
+        if op == "lock":
+            return self._lock(context["step"])
         if op == "repair":
             self._left.wait(REPLY_SECONDS)  # until the training thread has left train()
         if op in ("stop", "clean"):
@@ -104,7 +139,8 @@ class Processor:
             return self.tft.exit_callback()
         if op == "resume":
             self._epoch += 1
-            self.force = False
+            self.force = self._failed = False
+            self._limit = NO_LIMIT
             self._left.clear()
         self._go = True
         self._wait.release()
@@ -112,12 +148,12 @@ class Processor:
 
 
 class Controller(threading.Thread):
-    def __init__(self, world_size, stores, replicas, checkpoint):
+    def __init__(self, world_size, stores, checkpoint):
         super().__init__(name="tft-controller", daemon=True)
         self.closed = threading.Event()
         self._ranks = range(world_size)
         self._store = stores()
-        self._replicas, self._checkpoint = replicas, checkpoint
+        self._checkpoint = checkpoint
         self._number = 0
         self._epoch = 0
 
@@ -150,6 +186,8 @@ class Controller(threading.Thread):
         if max(status["step"] for status in self._statuses().values()) == 0:
             print("tft: no optimizer update yet: refused", flush=True)
             return False
+        if not self._lock():
+            return False
         kinds = self._reports()
         dump = "RS_UNKNOWN" in kinds.values()
         if any(self._all("stop", {"repair_type": "dump" if dump else "retry"}).values()):
@@ -180,35 +218,50 @@ class Controller(threading.Thread):
         reports = {rank: f"tft/{self._epoch}/report/{rank}" for rank in self._ranks}
         return {r: self._store.get(key).decode() if self._store.check([key]) else "" for r, key in reports.items()}
 
+    def _lock(self):
+        """Let every rank that is well end the update that one has begun, and begin no other."""
+        codes = [AGAIN]
+        while AGAIN in codes:
+            step = max(status["step"] for status in self._statuses().values())
+            codes = list(self._all("lock", {"step": step}).values())
+        return not any(codes)
+
     def _plan(self, context, statuses, kinds, codes):
         from .framework_ttp.ttp_decorator import RepairType
 
         step = context["step"]
         hit = [rank for rank in self._ranks if kinds[rank] == "RS_UCE" and codes[rank] == 0]
-        behind = [r for r in self._ranks if statuses[r]["data"] != "updated" or statuses[r]["step"] != step]
-        behind = [rank for rank in behind if codes[rank] == 0]
-        wrong = sorted({*hit, *behind})
-        whole = [rank for rank in self._ranks if rank not in wrong and rank not in behind and codes[rank] == 0]
-        if not self._replicas or not whole:
-            if self._checkpoint is None or not os.path.exists(self._checkpoint):
-                return None
-            kind = {r: RepairType.RT_LOAD_REBUILD if r in hit else RepairType.RT_LOAD_CKPT for r in self._ranks}
-            return {rank: context | {"repair_type": kind[rank].value} for rank in self._ranks}
-        n = len(self._ranks)
-        pairs = [(next((r + i) % n for i in range(1, n) if (r + i) % n in whole), r) for r in wrong]
-        members = sorted({rank for pair in pairs for rank in pair})
+        late = [r for r in self._ranks if statuses[r]["data"] != "updated" or statuses[r]["step"] != step]
+        wrong = sorted({*hit, *(rank for rank in late if codes[rank] == 0)})
+        whole = {rank for rank in self._ranks if rank not in wrong and rank not in late and codes[rank] == 0}
+        moves = []  # source, destination, optimizer type
+        for rank in wrong:
+            for kind, replicas in enumerate(statuses[rank]["replicas"]):
+                source = _source(rank, replicas, whole)
+                if source is None:
+                    return self._plan_to_load(context, hit)
+                moves.append((source, rank, kind))
+        members = sorted({rank for move in moves for rank in move[:2]})
         plans = {}
         for rank in members:
-            mine = [pair for pair in pairs if rank in pair]
+            mine = [move for move in moves if rank in move[:2]]
             high = RepairType.RT_UCE_HIGHLEVEL if rank in hit else RepairType.RT_RECV_REPAIR
             plans[rank] = context | {
                 "repair_type": high.value if rank in wrong else RepairType.RT_SEND.value,
-                "type": [0 for _ in mine],
-                "src": [source for source, _ in mine],
-                "dst": [destination for _, destination in mine],
+                "type": [kind for _, _, kind in mine],
+                "src": [source for source, _, _ in mine],
+                "dst": [destination for _, destination, _ in mine],
                 "rank_list": members,
             }
         return plans
+
+    def _plan_to_load(self, context, hit):
+        from .framework_ttp.ttp_decorator import RepairType
+
+        if self._checkpoint is None or not os.path.exists(self._checkpoint):
+            return None
+        kind = {r: RepairType.RT_LOAD_REBUILD if r in hit else RepairType.RT_LOAD_CKPT for r in self._ranks}
+        return {rank: context | {"repair_type": kind[rank].value} for rank in self._ranks}
 
     def _dump(self, step):
         self._all("save", {"step": step, "ranks": list(self._ranks)})
@@ -216,3 +269,11 @@ class Controller(threading.Thread):
         keys = [f"tft/dumped/{rank}" for rank in self._ranks]
         while not self._store.check(keys) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
+
+
+def _source(rank, replicas, whole):
+    """The first valid rank, cyclically, that holds the same shard as ``rank``; None if there is none."""
+    ranks, stride = replicas["rank_list"], len(replicas["rank_list"]) // replicas["replica_cnt"]
+    place = ranks.index(rank)
+    places = [(place + offset) % len(ranks) for offset in range(stride, len(ranks), stride)]
+    return next((ranks[other] for other in places if ranks[other] in whole), None)

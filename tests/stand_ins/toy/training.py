@@ -184,7 +184,7 @@ class Optimizer:
 
     def step(self, step):
         exchange(torch.zeros(1), f"barrier/{step}")
-        self.begin_to_update(step)
+        self.begin_to_update()
         self.momentum.mul_(0.9).add_(self.model.grad)
         point("update", step)
         self.model.weight.sub_(self.momentum * 1e-4)

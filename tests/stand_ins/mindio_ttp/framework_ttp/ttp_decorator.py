@@ -290,7 +290,12 @@ def get_mindio_export_version():
     return mindio_export_function_version
 
 
-def tft_init_processor(rank, world_size, stores, *, replicas=True, checkpoint=None):
+def tft_set_optimizer_replica(rank, replica_info):
+    """``replica_info``: for each type of optimizer the ranks that share it, and how many copies of it they hold."""
+    processor.set_replicas(replica_info)
+
+
+def tft_init_processor(rank, world_size, stores, *, checkpoint=None):
     """``stores()``: a fresh client of the store that all ranks share; ``checkpoint``: a file to fall back to."""
     global rank_, repair_id_, processor
     rank_, repair_id_ = rank, 0
@@ -298,5 +303,5 @@ def tft_init_processor(rank, world_size, stores, *, replicas=True, checkpoint=No
         signal.signal(number, lambda *_: print(f"tft: rank {rank} swallows the signal", flush=True))
     import sys
 
-    processor = Processor(sys.modules[__name__], rank, world_size, stores, replicas, checkpoint)
+    processor = Processor(sys.modules[__name__], rank, world_size, stores, checkpoint)
     processor.start()

@@ -31,15 +31,6 @@ COLLECTIVES = (
 )
 
 
-def replicas(size: int, settings: dict[str, Any]) -> list[tuple[int, list[list[int]]]]:
-    """For each type of optimizer, how many copies of a shard a group holds, and the groups."""
-    if not settings.get("replicas", True):
-        return []
-    if size == 2:
-        return [(2, [[0, 1]])]
-    return [(settings.get("copies", size), [list(range(size))]), (2, [[0, 2], [1, 3]])]
-
-
 class Links:
     """The process groups of one rank."""
 
@@ -178,7 +169,7 @@ def _serve(job: dict[str, Any], listener: Any) -> None:
 
     while not all(store.check([f"tft/status/{rank}"]) for rank in range(size)):
         time.sleep(0.005)
-    Controller(size, client, replicas(size, settings), checkpoint, _Scheduler(folder)).run()
+    Controller(size, client, checkpoint, _Scheduler(folder)).run()
     time.sleep(60)  # the ranks still use the store; the parent ends this process
 
 

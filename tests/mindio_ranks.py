@@ -72,11 +72,12 @@ def _run_rank(job: dict[str, Any], rank: int, listener: socket.socket) -> int:
     training.rebuild_links = links.rebuild
     training.log = training.Log(str(folder / "points") if job.get("agent") else None)
     with memory.active():
-        model = training.Model(rank % 2 if size == 4 else None)
+        model = training.Model()
         with links.watched() as collectives:
             run = _start(job, rank, client, checkpoint, memory, settings)
         training.hooks["point"].append(_faults(job, rank, memory, model))
-        iterations = run.adaptor.run(model)
+        arguments = None, [model], run.adaptor.Optimizer(model), None
+        iterations = run.adaptor.train_wrapper(training.train)(*arguments)
     from mindio_ttp.framework_ttp import ttp_decorator as tft
 
     tensors = [model.weight, training.bias, training.counts, torch.get_rng_state()]
@@ -123,17 +124,18 @@ def _start(
             training.hooks["begin"].append(run.session.begin_step)
 
     def adaptor() -> None:
+        from adaptor import use
         from mindio_ttp.framework_ttp import ttp_decorator as tft
 
         _older(tft, settings)
         tft.thread_context = memory.active
-        size, agent = training.world_size, job.get("agent", False)
-        replicas = mindio_agent.replicas(size, settings)
-        tft.tft_init_processor(rank, size, client, replicas=replicas, checkpoint=checkpoint, controlled=agent)
+        controlled = job.get("agent", False)
+        tft.tft_init_processor(rank, training.world_size, client, checkpoint=checkpoint, controlled=controlled)
+        toy = use("toy")
+        toy.replicas, toy.copies = settings.get("replicas", True), settings.get("copies")
         run.adaptor = importlib.import_module(ADAPTORS[job["layout"]])
         run.adaptor.tft_register_processor()
-        holder = sys.modules.get("mindspeed_llm.core.high_availability.tft_rollback") or run.adaptor
-        run.rolled_back = holder.rolled_back
+        run.rolled_back = importlib.import_module("adaptor.callbacks").rolled_back
 
     for step in (plugin, adaptor) if job["first"] == "plugin" else (adaptor, plugin):
         step()
@@ -206,8 +208,7 @@ def _faults(job: dict[str, Any], rank: int, memory: Any, model: Any) -> Any:
             if name == "tracker":
                 found += [entry["values"] for entry in parallel_state._MOE_LAYER_WISE_LOGGING_TRACKER.values()]
             elif name == "losses":
-                repair = sys.modules.get("mindspeed_llm.core.high_availability.tft_optimizer_data_repair")
-                values = (repair or sys.modules[ADAPTORS["older"]]).LogArgs.losses_reduced_
+                values = sys.modules["adaptor.repair"].LogArgs.losses_reduced_
                 found += [part for loss in values for part in loss["lm loss"]]
             elif name in ("bias", "counts"):
                 found.append(getattr(training, name))

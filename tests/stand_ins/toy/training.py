@@ -61,15 +61,23 @@ class Log:
 
 
 class Model:
-    def __init__(self, expert=None):
-        """``expert``: which of the experts this rank holds."""
+    def __init__(self):
         self.weight = torch.linspace(-1, 1, 8)
         self.grad = torch.zeros(8)
-        self.expert = None if expert is None else torch.linspace(0, 1, 8) + expert
+        self.expert = torch.linspace(0, 1, 8) + rank % 2 if with_experts() else None
         self.expert_grad = torch.zeros(8)
 
     def named_parameters(self):
         return [("weight", self.weight)] + ([] if self.expert is None else [("expert", self.expert)])
+
+
+def with_experts():
+    """Four ranks hold two experts, each of them twice."""
+    return world_size == 4
+
+
+def expert_ranks():
+    return list(range(rank % 2, world_size, 2))
 
 
 def point(name, step):
@@ -147,7 +155,7 @@ def train_step(model, optimizer, iteration):
         hook(losses)
     exchange(model.grad, f"grad/{step}")
     if model.expert is not None:
-        exchange(model.expert_grad, f"expert-grad/{step}", ranks=range(rank % 2, world_size, 2))
+        exchange(model.expert_grad, f"expert-grad/{step}", ranks=expert_ranks())
     exchange(counts, f"counts/{step}")
     bias += (counts.mean() - counts).sign() * 0.01
     counts.zero_()
@@ -211,7 +219,7 @@ class Optimizer:
 
     def step(self, step):
         exchange(torch.zeros(1), f"barrier/{step}")
-        self.begin_to_update(step)
+        self.begin_to_update()
         self.momentum.mul_(0.9).add_(self.model.grad)
         point("update", step)
         self.model.weight.sub_(self.momentum * 1e-4)

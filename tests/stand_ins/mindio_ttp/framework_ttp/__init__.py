@@ -16,6 +16,7 @@ from .ttp_decorator import (
     tft_register_rollback_handler,
     tft_register_save_ckpt_handler,
     tft_register_stop_handler,
+    tft_set_optimizer_replica,
     tft_start_updating_os,
 )
 
@@ -34,5 +35,6 @@ __all__ = [
     "tft_register_rollback_handler",
     "tft_register_save_ckpt_handler",
     "tft_register_stop_handler",
+    "tft_set_optimizer_replica",
     "tft_start_updating_os",
 ]

@@ -38,7 +38,6 @@ class ReportState(Enum):
     RS_HCCL_FAILED = 4
     RS_UNKNOWN = 5
     RS_PREREPAIR_FINISH = 6
-    RS_STEP_FINISH = 7
 
 
 class RepairType(Enum):
@@ -305,19 +304,24 @@ def get_mindio_export_version():
     return mindio_export_function_version
 
 
+def tft_set_optimizer_replica(rank, replica_info):
+    """``replica_info``: for each type of optimizer the ranks that share it, and how many copies of it they hold."""
+    processor.set_replicas(replica_info)
+
+
 def tft_is_reboot_node():
     return processor.repair_id != 0
 
 
-def tft_init_processor(rank, world_size, stores, *, replicas=(), checkpoint=None, controlled=False):
-    """``stores()``: a fresh client of the store that all ranks share; ``replicas``, ``checkpoint`` (a file to fall back to):
-    see `Controller`, which runs in rank 0 unless the job is ``controlled`` from elsewhere."""
+def tft_init_processor(rank, world_size, stores, *, checkpoint=None, controlled=False):
+    """``stores()``: a fresh client of the store that all ranks share; ``checkpoint``: a file to fall back to;
+    ``controlled``: the controller is not in rank 0, but in a process of its own."""
     global rank_, repair_id_, processor
     rank_, repair_id_ = rank, 0
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: print(f"tft: rank {rank} swallows the signal", flush=True))
     import sys
 
-    controller = Controller(world_size, stores, replicas, checkpoint) if rank == 0 and not controlled else None
+    controller = Controller(world_size, stores, checkpoint) if rank == 0 and not controlled else None
     processor = Processor(sys.modules[__name__], rank, stores, controller)
     processor.start()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that was started again: where it waits for the others, and the links that all ranks build anew."""
 
+from adaptor import framework
 from mindio_ttp.framework_ttp import ttp_decorator
-from toy import training
 
 ARF_REBOOT_FLAG = False
 
@@ -18,4 +18,4 @@ def update_arf_reboot_flag(new_state):
 
 def arf_rebuild_process_group_callback(fault_ranks, train_args, ctx):
     update_arf_reboot_flag(False)
-    training.rebuild_links(ttp_decorator.repair_id_)
+    framework.rebuild_links(ttp_decorator.repair_id_)

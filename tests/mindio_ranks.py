@@ -62,7 +62,12 @@ def _run_rank(job: dict[str, Any], rank: int, listener: socket.socket) -> int:
     links = mindio_agent.Links(store, client, rank, size, life, new_store=settings.get("new_store", False))
     checkpoint = str(folder / "checkpoint") if settings.get("save_at") else None
     vars(toy.ARGS).update(
-        rank=rank, train_iters=STEPS, save_at=settings.get("save_at"), checkpoint=checkpoint, dump=str(folder / "dump")
+        enable_elastic_training=settings.get("elastic", False),
+        rank=rank,
+        train_iters=STEPS,
+        save_at=settings.get("save_at"),
+        checkpoint=checkpoint,
+        dump=str(folder / "dump"),
     )
     memory = UnsafeMemory()
     torch.manual_seed(7)
@@ -114,6 +119,10 @@ def _start(
     run = SimpleNamespace(session=None, adaptor=None, rolled_back=[])
 
     def plugin() -> None:
+        if settings.get("meets_at_start"):
+            import torch.distributed as dist
+
+            dist.barrier()
         if job["plugin"][rank]:
             run.session = _session(memory, settings)
             from mindspeed_recovery.runtimes import mindio
@@ -151,6 +160,8 @@ def _older(tft: Any, settings: dict[str, Any]) -> None:
 
 
 def _session(memory: Any, settings: dict[str, Any]) -> Any:
+    from toy import training
+
     from mindspeed_recovery.core.location import Location
     from mindspeed_recovery.core.policy import Policy, StateSpec
     from mindspeed_recovery.core.registry import Registry
@@ -167,7 +178,8 @@ def _session(memory: Any, settings: dict[str, Any]) -> Any:
         spec("bias", "toy.training:bias", Policy.REPLICATE, on_missing=settings.get("on_missing", "error")),
         spec("rng", "torch:default_generator", Policy.SNAPSHOT),
     ]
-    states = [state for state in states if state.name not in settings.get("untracked", ())]
+    untracked = settings.get(f"untracked_on_{training.rank}", settings.get("untracked", ()))
+    states = [state for state in states if state.name not in untracked]
     session = Session(Registry(states), memory=memory, is_fault=mindio.is_fault)
     session.start()
     return session

@@ -486,7 +486,9 @@ def voters() -> Callable[..., list[Any]]:
     def vote(*votes: bool | None, announced: int | None = None) -> list[Any]:
         size = len(votes)
         ranks = [
-            agreement.Agreement(0.5, lambda rank=rank: agreement.Place(store, rank, size))  # type: ignore[misc]
+            agreement.Agreement(
+                0.5 if None in votes or announced else 20, lambda rank=rank: agreement.Place(store, rank, size)
+            )  # type: ignore[misc]
             for rank in range(size)
         ]
         for rank in ranks[:announced]:

@@ -12,8 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from test_mindio import NEITHER, Result, Run, fault, run  # noqa: F401
 
+from mindspeed_recovery.core.location import Location
+from mindspeed_recovery.core.policy import Policy, StateSpec
+from mindspeed_recovery.core.registry import Registry
+from mindspeed_recovery.core.session import Session
 from mindspeed_recovery.frameworks import megatron_loop
 from mindspeed_recovery.runtimes.mindio.agreement import Agreement, Place
 from mindspeed_recovery.runtimes.mindio.plan import read_plan
@@ -88,11 +93,22 @@ def test_log_line_is_missing_alike_on_every_rank_if_a_restarted_one_has_lost_its
     assert arf(die(3, "updated", delay=0.2), plugin=NEITHER).codes == [2, 2]  # the replay's collective
 
 
-def test_log_line_without_sums_is_written_again_for_a_restarted_rank(arf: Arf, undisturbed: Any) -> None:
-    # Nothing that the line is made of is tracked: the same fault, and no reason to leave the line out.
-    result = arf(die(3, "updated", delay=0.2), untracked=["tracker"])
-    assert "is missing" not in result.log(0) + result.log(1)
-    assert "adaptor: replays the log line of 3" in result.log(0)
+def test_process_knows_whether_it_kept_the_sums_of_a_log_line(make_module: Any) -> None:
+    module = make_module("sums_of_a_line", TRACKER={})
+    location = Location.parse("sums_of_a_line:TRACKER")
+    spec = StateSpec("tracker", location, Policy.RESET, quarantine=True, replay=True, source="the test")
+    session = Session(Registry([spec]))
+    session.start()
+    session.stop()
+    assert session.sums(3) is None  # as in a process that was started again
+    session.before_save()
+    session.before_update(3)
+    assert session.sums(3) is False  # there was nothing, and that is known
+    module.TRACKER["load"] = torch.ones(2)
+    session.before_update(4)
+    assert session.sums(4) is True
+    assert session.sums(3) is None
+    session.close()
 
 
 def test_links_that_are_built_anew_over_another_store_do_not_lose_the_vote(arf: Arf, undisturbed: Any) -> None:

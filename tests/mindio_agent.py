@@ -94,6 +94,8 @@ class Exchange:
     def __call__(self, plan: Any, group: Any) -> None:
         about = f"step {plan.step}, rank {plan.rank}, pairs {plan.pairs}, receives {plan.receives}"
         print(f"exchange: {about}, group of {group.size()}", flush=True)
+        # What is noted in the report here must not be lost to one that begins later, in rollback.
+        assert self._session._report.number == len(self._session.reports) + 1
         if self._what == "states":
             for source, destination in dict.fromkeys(pair[:2] for pair in plan.pairs):
                 self._move(source, destination, plan, group)

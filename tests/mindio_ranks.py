@@ -6,8 +6,11 @@ timeout). Each rank leaves ``rank{n}.json`` in the job's folder if it ends well,
 job: ``folder``, ``layout`` ("llm" or "older"), ``plugin`` (one bool for each rank), ``first`` ("plugin" or "adaptor": who
 comes first), ``faults``, ``settings`` for `_prepare`, ``timeout``.
 
+With ``agent`` the store and TFT's controller live in a process of their own and ranks that die are started again, see
+`mindio_agent`; ``world`` is the number of ranks, and with 4 of them there are experts.
+
 A fault is ``{"rank", "step", "at", "kind"}`` and for a memory fault ``hits``, the names of what it hits; it strikes once,
-in the entry of ``train()`` number ``entry``.
+in the entry of ``train()`` number ``entry``, of the rank's process number ``life``.
 """
 
 from __future__ import annotations
@@ -25,10 +28,11 @@ import sys
 import time
 import traceback
 import warnings
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import mindio_agent
 
 WORLD_SIZE = 2
 STEPS = 6
@@ -46,35 +50,43 @@ def _run_rank(job: dict[str, Any], rank: int, listener: socket.socket) -> int:
 
     from mindspeed_recovery.testing.simulator import UnsafeMemory
 
-    port = listener.getsockname()[1]
-    descriptor = listener.detach() if rank == 0 else None
-    store = dist.TCPStore(
-        "127.0.0.1", port, WORLD_SIZE, is_master=rank == 0, master_listen_fd=descriptor, use_libuv=True
-    )
+    port, size, life = listener.getsockname()[1], job.get("world", WORLD_SIZE), job.get("life", 0)
+    master = rank == 0 and not job.get("agent")
+    descriptor = listener.detach() if master else None
+    store = dist.TCPStore("127.0.0.1", port, size, is_master=master, master_listen_fd=descriptor, use_libuv=True)
 
     def client() -> Any:
-        return dist.TCPStore("127.0.0.1", port, WORLD_SIZE, is_master=False, use_libuv=True)
+        return dist.TCPStore("127.0.0.1", port, size, is_master=False, use_libuv=True)
 
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=12))
     folder, settings = Path(job["folder"]), job.get("settings", {})
+    links = mindio_agent.Links(store, client, rank, size, life, new_store=settings.get("new_store", False))
     checkpoint = str(folder / "checkpoint") if settings.get("save_at") else None
     vars(toy.ARGS).update(
-        rank=rank, train_iters=STEPS, save_at=settings.get("save_at"), checkpoint=checkpoint, dump=str(folder / "dump")
+        enable_elastic_training=settings.get("elastic", False),
+        rank=rank,
+        train_iters=STEPS,
+        save_at=settings.get("save_at"),
+        checkpoint=checkpoint,
+        dump=str(folder / "dump"),
     )
     memory = UnsafeMemory()
     torch.manual_seed(7)
     vars(training).update(
-        device=memory, store=client(), rank=rank, world_size=WORLD_SIZE, bias=torch.zeros(8), counts=torch.zeros(8)
+        device=memory, store=client(), rank=rank, world_size=size, bias=torch.zeros(8), counts=torch.zeros(8)
     )
-    training.log = training.Log()
+    training.rebuild_links = links.rebuild
+    training.log = training.Log(str(folder / "points") if job.get("agent") else None)
     with memory.active():
         model = training.Model()
-        run = _start(job, rank, client, checkpoint, memory, settings)
+        with links.watched() as collectives:
+            run = _start(job, rank, client, checkpoint, memory, settings)
         training.hooks["point"].append(_faults(job, rank, memory, model))
-        iterations = run.adaptor.run(model)
+        arguments = None, [model], run.adaptor.Optimizer(model), None
+        iterations = run.adaptor.train_wrapper(training.train)(*arguments)
     from mindio_ttp.framework_ttp import ttp_decorator as tft
 
     tensors = [model.weight, training.bias, training.counts, torch.get_rng_state()]
+    tensors += [] if model.expert is None else [model.expert]
     reports = (
         [] if run.session is None else [dataclasses.asdict(r) | {"failures": r.failures} for r in run.session.reports]
     )
@@ -86,11 +98,12 @@ def _run_rank(job: dict[str, Any], rank: int, listener: socket.socket) -> int:
         "calls": tft.calls,
         "rolled_back": run.rolled_back,
         "entries": training.entries,
+        "collectives": collectives,
     }
     (folder / f"rank{rank}.json").write_text(json.dumps(left))
     store.add("ended", 1)
     deadline = time.monotonic() + 10
-    while rank == 0 and store.add("ended", 0) < WORLD_SIZE and time.monotonic() < deadline:
+    while master and store.add("ended", 0) < size and time.monotonic() < deadline:
         time.sleep(0.002)  # the store lives in rank 0
     return 0
 
@@ -106,6 +119,10 @@ def _start(
     run = SimpleNamespace(session=None, adaptor=None, rolled_back=[])
 
     def plugin() -> None:
+        if settings.get("meets_at_start"):
+            import torch.distributed as dist
+
+            dist.barrier()
         if job["plugin"][rank]:
             run.session = _session(memory, settings)
             from mindspeed_recovery.runtimes import mindio
@@ -116,25 +133,23 @@ def _start(
             training.hooks["begin"].append(run.session.begin_step)
 
     def adaptor() -> None:
+        from adaptor import use
         from mindio_ttp.framework_ttp import ttp_decorator as tft
 
         _older(tft, settings)
         tft.thread_context = memory.active
-        tft.tft_init_processor(rank, WORLD_SIZE, client, replicas=settings.get("replicas", True), checkpoint=checkpoint)
+        controlled = job.get("agent", False)
+        tft.tft_init_processor(rank, training.world_size, client, checkpoint=checkpoint, controlled=controlled)
+        toy = use("toy")
+        toy.replicas, toy.copies = settings.get("replicas", True), settings.get("copies")
         run.adaptor = importlib.import_module(ADAPTORS[job["layout"]])
         run.adaptor.tft_register_processor()
-        holder = sys.modules.get("mindspeed_llm.core.high_availability.tft_rollback") or run.adaptor
-        run.rolled_back = holder.rolled_back
+        run.rolled_back = importlib.import_module("adaptor.callbacks").rolled_back
 
     for step in (plugin, adaptor) if job["first"] == "plugin" else (adaptor, plugin):
         step()
-    if settings.get("exchange"):
-
-        def after_repair(plan: Any, group: Any) -> None:
-            about = f"step {plan.step}, rank {plan.rank}, pairs {plan.pairs}, receives {plan.receives}"
-            print(f"exchange: {about}, group of {group.size()}", flush=True)
-
-        run.session.after_repair = after_repair
+    if settings.get("exchange") and run.session is not None:
+        run.session.after_repair = mindio_agent.Exchange(run.session, settings["exchange"])
     _break(run, rank, settings)
     return run
 
@@ -145,6 +160,8 @@ def _older(tft: Any, settings: dict[str, Any]) -> None:
 
 
 def _session(memory: Any, settings: dict[str, Any]) -> Any:
+    from toy import training
+
     from mindspeed_recovery.core.location import Location
     from mindspeed_recovery.core.policy import Policy, StateSpec
     from mindspeed_recovery.core.registry import Registry
@@ -158,10 +175,11 @@ def _session(memory: Any, settings: dict[str, Any]) -> Any:
     states = [
         spec("tracker", tracker, Policy.RESET, quarantine=True, replay=True),
         spec("counts", "toy.training:counts", Policy.RESET),
-        spec("bias", "toy.training:bias", Policy.REPLICATE, on_missing="error"),
+        spec("bias", "toy.training:bias", Policy.REPLICATE, on_missing=settings.get("on_missing", "error")),
         spec("rng", "torch:default_generator", Policy.SNAPSHOT),
     ]
-    states = [state for state in states if state.name not in settings.get("untracked", ())]
+    untracked = settings.get(f"untracked_on_{training.rank}", settings.get("untracked", ()))
+    states = [state for state in states if state.name not in untracked]
     session = Session(Registry(states), memory=memory, is_fault=mindio.is_fault)
     session.start()
     return session
@@ -194,7 +212,7 @@ def _break(run: Any, rank: int, settings: dict[str, Any]) -> None:
 def _faults(job: dict[str, Any], rank: int, memory: Any, model: Any) -> Any:
     from toy import parallel_state, training
 
-    waiting = [fault for fault in job["faults"] if fault["rank"] == rank]
+    waiting = [f for f in job["faults"] if f["rank"] == rank and f.get("life", 0) == job.get("life", 0)]
 
     def tensors(names: list[str]) -> list[Any]:
         found = []
@@ -202,8 +220,7 @@ def _faults(job: dict[str, Any], rank: int, memory: Any, model: Any) -> Any:
             if name == "tracker":
                 found += [entry["values"] for entry in parallel_state._MOE_LAYER_WISE_LOGGING_TRACKER.values()]
             elif name == "losses":
-                repair = sys.modules.get("mindspeed_llm.core.high_availability.tft_optimizer_data_repair")
-                values = (repair or sys.modules[ADAPTORS["older"]]).LogArgs.losses_reduced_
+                values = sys.modules["adaptor.repair"].LogArgs.losses_reduced_
                 found += [part for loss in values for part in loss["lm loss"]]
             elif name in ("bias", "counts"):
                 found.append(getattr(training, name))
@@ -236,6 +253,9 @@ def _faults(job: dict[str, Any], rank: int, memory: Any, model: Any) -> Any:
                 return
             if kind == "link":
                 raise RuntimeError("HCCL OP RETRY FAILED")
+            if kind == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(60)
             if kind == "signal":
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
@@ -250,7 +270,7 @@ def _fork(job: dict[str, Any], rank: int, listener: socket.socket) -> int:
         return pid
     code = 1
     try:
-        with (Path(job["folder"]) / f"rank{rank}.log").open("w") as log:
+        with (Path(job["folder"]) / f"rank{rank}.log").open("a") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -307,8 +327,13 @@ def main() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
-            pids = [_fork(job, rank, listener) for rank in range(WORLD_SIZE)]
-        print(json.dumps(_wait(pids, job["timeout"])), file=answers, flush=True)
+            if job.get("agent"):
+                codes = mindio_agent.supervise(job, lambda job, rank: _fork(job, rank, listener), listener)
+            else:
+                codes = _wait(
+                    [_fork(job, rank, listener) for rank in range(job.get("world", WORLD_SIZE))], job["timeout"]
+                )
+        print(json.dumps(codes), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -80,6 +80,7 @@ def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
     double: Any = ModuleType("mindspeed_recovery.frameworks.megatron_loop")
     double.install_when_loaded = lambda: None  # what a parsed flag does to a Megatron without MindSpeed
     double.uninstall = lambda: None
+    double.follow_adaptor = lambda: lambda: None
     double.wrappers = lambda: {f"{LOOP}:train_step": recovery_wrapper}
     monkeypatch.setitem(sys.modules, double.__name__, double)
     monkeypatch.setattr(frameworks, "megatron_loop", double, raising=False)

@@ -287,6 +287,22 @@ class Session:
                             if value is not None and not container.is_quarantined(value):
                                 quarantines.append(container.Quarantine(value, state.name, place.path))
 
+    def sums(self, step: int) -> bool | None:
+        """Whether this rank has kept anything of what the log line of ``step`` was summed up from, to write the line again;
+        None if it may have had something and has lost it, as a process that was started again has. After `stop`."""
+        kept = False
+        for state in self._protected():
+            if not state.spec.replay:
+                continue
+            source = self.copies.source(state.spec, step, True)
+            if source is not None:
+                kept = kept or source[1].nbytes > 0
+            elif self.copies.live_is(state.spec, step, True):
+                kept = True
+            else:
+                return None
+        return kept
+
     def before_rollback(self, step: int, *, replay: bool = False, from_checkpoint: bool = False) -> None:
         """All ranks: put every state to the end of ``step``; quarantine ends.
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mindspeed_recovery")
 
 _TRAINING = "megatron.training.training"
+_ADAPTOR = "mindspeed_llm.core.high_availability"
+_OWN_LOOP = "mindspeed_llm.training.training"
 
 Wrapped = Callable[..., Any]
 
@@ -51,6 +53,7 @@ _recoveries: list[dict[str, float]] = []
 _reports: list[Report] = []
 _installed = False
 _hooked = False
+_follows_adaptor = _hooked_adaptor = False
 
 
 def use_standalone(
@@ -119,6 +122,36 @@ def _wrap_all(module: ModuleType) -> None:
             setattr(module, name, factory(getattr(module, name)))
 
 
+def follow_adaptor() -> Callable[[], None]:
+    """Begin where MindSpeed-LLM's adaptor of MindIO TFT does, now or when it is loaded. Idempotent. Returns the inverse.
+
+    Its ``tft_train()`` stands around ``train()``. A process that was started again in the middle of a recovery is repaired
+    and rolled back before it comes to ``train()``, and takes part in that only if its states are adopted by then.
+    """
+    global _follows_adaptor, _hooked_adaptor
+    _follows_adaptor = True
+    if not _hooked_adaptor:
+        _hooked_adaptor = True  # wrapt keeps its hooks for the life of the process
+        wrapt.register_post_import_hook(_wrap_adaptor, _ADAPTOR)
+    elif _ADAPTOR in sys.modules:
+        _wrap_adaptor(sys.modules[_ADAPTOR])
+    return _leave_adaptor
+
+
+def _wrap_adaptor(adaptor: ModuleType) -> None:
+    if _follows_adaptor and hasattr(adaptor, "tft_train"):
+        adaptor.tft_train = recovery_entry_wrapper(adaptor.tft_train)  # type: ignore[attr-defined]
+
+
+def _leave_adaptor() -> None:
+    global _follows_adaptor
+    _follows_adaptor = False
+    adaptor = sys.modules.get(_ADAPTOR)
+    function = getattr(adaptor, "tft_train", None)
+    if getattr(function, "_recovery_wrapper", False):
+        adaptor.tft_train = function.__wrapped__  # type: ignore[union-attr]
+
+
 def _around(function: Wrapped, around: Callable[..., Any]) -> Wrapped:
     """``around(function, *args, **kwargs)`` in place of ``function``, if that is not so already."""
     inner: Any = function
@@ -146,6 +179,18 @@ def recovery_train_wrapper(train: Wrapped) -> Wrapped:
         return train(*args, **kwargs) if loop is None else _run(loop, train, arguments)
 
     return _around(train, run)
+
+
+def recovery_entry_wrapper(tft_train: Wrapped) -> Wrapped:
+    def run(tft_train: Wrapped, *args: Any, **kwargs: Any) -> Any:
+        global _loop
+        training = sys.modules[_TRAINING]
+        if _loop is None and getattr(training.get_args(), "enable_recovery_safe_globals", False):
+            train = getattr(sys.modules.get(_OWN_LOOP), "train", training.train)
+            _loop = _begin(inspect.signature(train).bind_partial(*args, **kwargs).arguments)
+        return tft_train(*args, **kwargs)
+
+    return _around(tft_train, run)
 
 
 def recovery_train_step_wrapper(train_step: Wrapped) -> Wrapped:

@@ -63,6 +63,9 @@ def install_when_loaded(wrappers: Wrappers | None = None) -> Callable[[], None]:
 def _loop_wrappers() -> Mapping[str, Factory]:
     from mindspeed_recovery.frameworks import megatron_loop
 
+    leave = megatron_loop.follow_adaptor()
+    if _installation is not None:
+        _installation.undo_too(leave)
     return megatron_loop.wrappers()
 
 
@@ -131,6 +134,11 @@ class _Installation:
             self._undo.pop()()
         if _installation is self:
             _installation = None
+
+    def undo_too(self, undo: Callable[[], None]) -> None:
+        """Have one more thing taken back by `undo`."""
+        if undo not in self._undo:
+            self._undo.append(undo)
 
     def _replace(self, manager: Any, name: str, value: Any) -> None:
         original = vars(manager)[name]

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 logger = logging.getLogger("mindspeed_recovery")
 
@@ -21,35 +21,89 @@ _COMPLETE, _VOID = "complete", "void"
 _POLL_SECONDS = (0.001, 0.1)
 
 
+class Place(NamedTuple):
+    """Where a rank votes: the store that all ranks share."""
+
+    store: Any
+    rank: int
+    size: int
+
+
+def default_place() -> Place | None:
+    """The default store, this rank and how many there are; None without process groups.
+
+    Looked up each time: the default store is replaced where all links are built anew for a rank that was started again,
+    and by TFT itself where the process that held it is gone.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    return Place(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+
+
 class Agreement:
-    """The votes of this process. ``timeout``: seconds to wait for the other ranks, well below TFT's limit for a callback.
+    """The votes of this process. ``timeout``: seconds to wait for the other ranks, well below TFT's limit for a callback;
+    ``place()``: where it votes at this moment.
 
     Any thread. `announce` on every rank before the first recovery; a job where not every rank has announced itself
-    never waits for a vote.
+    does not wait for a vote. A process that was started again in the middle of a recovery need not have done so.
     """
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, place: Callable[[], Place | None] = default_place) -> None:
         self._timeout = timeout
-        self._announced = False
+        self._place = place
+        self._joined: Any = None
         self._last = ("", 0)
 
     def announce(self) -> None:
-        """Say once that this rank takes part in votes."""
-        group = None if self._announced else _store_and_size()
-        if group is not None:
-            self._announced = True
-            group[0].add(f"{_PREFIX}/present", 1)
+        """Say once, in each store that the job comes to have, that this rank takes part in votes."""
+        place = self._place()
+        if place is not None:
+            self._join(place)
+
+    def _join(self, place: Place) -> bool:
+        """Announce this rank in the store; False if it is the first process of the rank there.
+
+        The count of ranks present is then no verdict yet: the store may be new, and the others on their way. A rank that is
+        started again is not counted twice.
+        """
+        store = place.store
+        if store is self._joined:
+            return True
+        first = store.add(f"{_PREFIX}/present/{place.rank}", 1) == 1
+        if first:
+            store.add(f"{_PREFIX}/present", 1)
+        self._joined = store
+        return not first
+
+    def introduce(self, recovery: str, word: str) -> bool:
+        """Leave ``word`` for the ranks that this one will meet in ``recovery``. False if one of them has given it up."""
+        place = self._place()
+        if place is None:
+            return False
+        return place.store.compare_set(f"{_PREFIX}/met/{recovery}/{place.rank}", "", word).decode() == word
+
+    def words(self, recovery: str, ranks: Iterable[int]) -> dict[int, str | None]:
+        """What these ranks have left; None for one that has not in time, which is then given up by all others alike."""
+        place = self._place()
+        deadline = time.monotonic() + self._timeout
+        words: dict[int, str | None] = dict.fromkeys(ranks)
+        for rank in words if place is not None else ():
+            word = self._outcome(place.store, f"{_PREFIX}/met/{recovery}/{rank}", deadline)  # type: ignore[union-attr]
+            words[rank] = None if word == _VOID else word
+        return words
 
     def vote(self, recovery: str, votes: Mapping[str, bool]) -> dict[str, int] | None:
         """How many ranks said yes to each question; None, alike on every rank that votes, if not all of them did in time.
 
         ``recovery`` names the recovery, alike on all ranks. The questions are the same on every rank.
         """
-        group = _store_and_size()
-        if group is None:
+        place = self._place()
+        if place is None:
             return {name: int(vote) for name, vote in votes.items()}
-        store, size = group
-        if store.add(f"{_PREFIX}/present", 0) < size:
+        store, _, size = place
+        if self._join(place) and store.add(f"{_PREFIX}/present", 0) < size:
             logger.warning("not every rank runs the plugin: no vote is taken, each rank decides for itself")
             return None
         self._last = (recovery, self._last[1] + 1 if self._last[0] == recovery else 0)
@@ -57,9 +111,13 @@ class Agreement:
         for name, vote in votes.items():
             if vote:
                 store.add(f"{prefix}/{name}", 1)
-        if store.add(f"{prefix}/voters", 1) == size:
+        voters = store.add(f"{prefix}/voters", 1)
+        if voters > size:  # a process that was started again does not know how often its rank has voted
+            logger.warning("the ranks have lost count of their votes in recovery %s: no vote is taken", recovery)
+            return None
+        if voters == size:
             store.compare_set(f"{prefix}/outcome", "", _COMPLETE)
-        if self._outcome(store, f"{prefix}/outcome") != _COMPLETE:
+        if self._outcome(store, f"{prefix}/outcome", time.monotonic() + self._timeout) != _COMPLETE:
             logger.warning(
                 "%d of %d ranks voted within %.0f s: each rank decides for itself",
                 store.add(f"{prefix}/voters", 0),
@@ -69,8 +127,8 @@ class Agreement:
             return None
         return {name: store.add(f"{prefix}/{name}", 0) for name in votes}
 
-    def _outcome(self, store: Any, key: str) -> str:
-        deadline = time.monotonic() + self._timeout
+    @staticmethod
+    def _outcome(store: Any, key: str, deadline: float) -> str:
         pause, longest = _POLL_SECONDS
         # Polled: a blocking wait would hold the client's lock against every other thread that uses the store.
         while not store.check([key]):
@@ -80,12 +138,3 @@ class Agreement:
             time.sleep(pause)
             pause = min(2 * pause, longest)
         return store.get(key).decode()
-
-
-def _store_and_size() -> tuple[Any, int] | None:
-    """Looked up each time: TFT replaces the default store when the rank that held it has been restarted."""
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_initialized():
-        return None
-    return dist.distributed_c10d._get_default_store(), dist.get_world_size()

@@ -19,9 +19,11 @@ training is wrong, a recovery that is not exact under ``strict``) makes the call
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -148,15 +150,19 @@ class Recovery:
 
     def repair(self, original: Original) -> int:
         session = self._active_session()
+        if session is not None:
+            self._join(session)
         plan = NO_REPAIR
         try:
             plan = self._plan = read_plan(self._decorator)
         except Exception as error:
             self._warn("repair", "what TFT has planned cannot be read, no states are exchanged", error)
+        introduced = False
         if session is not None and plan.pairs:
+            introduced = self._introduce(session)
             self._harmless("before repair", lambda: losses.make_ready(self._log_values(), plan.receives))
         result = code(original(), "repair")
-        if session is not None and result == OK and plan.pairs:
+        if session is not None and result == OK and introduced:
             self._harmless("after repair", lambda: self._exchange_states(session, plan))
         return result
 
@@ -165,8 +171,7 @@ class Recovery:
         if session is None or adaptor is None:
             return code(original(), "rollback")
         self._set_device()
-        if not self._stopped:  # a restarted process joins in here
-            self._harmless("stop", session.stop)
+        self._join(session)
         arguments, tft_step = adaptor.arguments(), self._decorator.save_handler._repair_step
         loaded = adaptor.checkpoint_loaded() or (self._plan is not None and self._plan.loads_checkpoint)
         step = arguments.iteration if loaded else tft_step
@@ -188,7 +193,7 @@ class Recovery:
         result = code(original(), "rollback")
         if before is not None:
             self._report_dead_names(adaptor.rollback.mpu, before)
-        self._stopped, self._copied, self._plan = False, None, None
+        self._stopped, self._copied, self._plan, self._logged = False, None, None, None
         if result == OK:
             self.window.rolled_back(step, tft_step)
             self._harmless("after rollback", lambda: logger.info("%s", session.after_rollback().summary()))
@@ -202,14 +207,23 @@ class Recovery:
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 
+    def _join(self, session: Session) -> None:
+        """A recovery that stops nobody (a node is exchanged between two steps), or that has begun before this process was
+        there, begins here for this rank."""
+        if not self._stopped:
+            self._stopped = True
+            self._harmless("stop", session.stop)
+
     def _settle_log_line(self, session: Session, adaptor: Layout, arguments: Any, step: int) -> bool:
         """Whether the log line of ``step`` is written again, alike on every rank; also refuses to lose a step.
 
         The adaptor decides on each rank by itself: it replays where ``iteration`` is not the step that it rolls back to.
         Ranks set ``iteration`` after their own part of logging, so one may have done so and another not; the replay's
         collectives would then wait for ever. The line is owed if *any* rank has not finished it: that rank may be the one
-        that writes it. It can be written if *every* rank has the losses of the step. Then ``iteration`` is set so that
-        the adaptor's rule gives this answer everywhere. Nothing else reads it before the adaptor sets it to the step.
+        that writes it. It can be written if *every* rank has the losses of the step, and none has lost sums that go into it
+        (a process that was started again has none, and not even the names that the others would reduce). Then
+        ``iteration`` is set so that the adaptor's rule gives this answer everywhere. Nothing else reads it before the
+        adaptor sets it to the step.
         """
         values = adaptor.log_values()
         losses.drop_unsafe(values, session.memory.is_unsafe)
@@ -217,11 +231,11 @@ class Recovery:
         repaired = self._plan is not None and self._plan.receives
         owed, mute = known < step, values is not None and values.losses_reduced_ is None
         lost = self.window.loses_a_step(step, repaired)
-        votes = {"owed": owed, "mute": mute, "lost": lost}
-        recovery = str(getattr(self._decorator, "repair_id_", ""))
+        sums = session.sums(step)
+        votes = {"owed": owed, "mute": mute, "lost": lost, "sums": sums is True, "gone": sums is None}
         counts = None
         try:
-            counts = self.agreement.vote(recovery, votes)
+            counts = self.agreement.vote(self._recovery(), votes)
         except Exception as error:
             logger.warning("the vote on the log line of step %d failed: %s", step, error)
         if lost or (counts is not None and counts["lost"]):
@@ -238,23 +252,53 @@ class Recovery:
             )
         if counts is None:
             return arguments.iteration != step and not mute  # what the adaptor will do
-        replay = counts["owed"] > 0 and counts["mute"] == 0
+        partial = counts["sums"] > 0 and counts["gone"] > 0
+        replay = counts["owed"] > 0 and counts["mute"] == 0 and not partial
         if counts["owed"] and not replay:
-            logger.warning("the log line of step %d is missing: not every rank has its losses any more", step)
+            gone = "sums" if partial else "losses"
+            logger.warning("the log line of step %d is missing: not every rank has its %s any more", step, gone)
         if not replay:
             arguments.iteration = step
         elif arguments.iteration == step:
             arguments.iteration = step - 1
         return replay
 
+    def _introduce(self, session: Session) -> bool:
+        """Before the adaptor's repair, so that nobody waits for this rank after it. False: no states move here."""
+        try:
+            if self.agreement.introduce(self._recovery(), _catalogue(session)):
+                return True
+            logger.warning("this rank came late to its repair: no states move between it and the others")
+        except Exception as error:
+            self._warn("introduction", "no states move in this recovery", error)
+        return False
+
     def _exchange_states(self, session: Session, plan: RepairPlan) -> None:
         """States move between the ranks of a repair here, if the session can send and receive them.
 
-        ``session.after_repair(plan, group)``: ``group`` is the adaptor's gloo group of all ranks in this repair.
+        ``session.after_repair(plan, group)``: ``group`` is the adaptor's gloo group of all ranks in this repair, and the
+        plan has those pairs whose other rank runs the plugin with the same states. A rank that waited in the group for one
+        that does not would find the group's links broken when its time is up, and the adaptor needs them.
         """
         after_repair = getattr(session, "after_repair", None)
-        if after_repair is not None and self._layout is not None:
-            after_repair(plan, self._layout.repair_group())
+        if after_repair is None or self._layout is None:
+            return
+        peers = {pair: pair[0] if pair[1] == plan.rank else pair[1] for pair in plan.pairs}
+        words = self.agreement.words(self._recovery(), peers.values())
+        mine = _catalogue(session)
+        for peer, word in words.items():
+            if word != mine:
+                reason = (
+                    "does not run the plugin" if word is None else "tracks other states (another catalogue or version)"
+                )
+                logger.warning("rank %d %s: no states move between it and rank %d", peer, reason, plan.rank)
+        pairs = tuple(pair for pair, peer in peers.items() if words[peer] == mine)
+        if pairs:
+            after_repair(replace(plan, pairs=pairs), self._layout.repair_group())
+
+    def _recovery(self) -> str:
+        """The name of the recovery that is going on, alike on all ranks."""
+        return str(getattr(self._decorator, "repair_id_", ""))
 
     def _report_dead_names(self, module: ModuleType, before: set[str]) -> None:
         """A reset of a name that the module has never had made the name and reset nothing."""
@@ -283,3 +327,9 @@ class Recovery:
         if what not in self._warned:
             self._warned.add(what)
             logger.warning("%s: %s: %s: %s", what, consequence, type(error).__name__, error, exc_info=True)
+
+
+def _catalogue(session: Session) -> str:
+    """A digest of which states are tracked, and how."""
+    states = sorted(f"{s.spec.name} {s.spec.policy} {s.spec.location} {s.spec.on}" for s in session.registry)
+    return hashlib.sha256("\n".join(states).encode()).hexdigest()

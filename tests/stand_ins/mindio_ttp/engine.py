@@ -10,23 +10,34 @@ import time
 
 POLL_SECONDS = 0.003
 REPLY_SECONDS = 15
+OK, FAILED, AGAIN = 0, 1, 3
+NO_LIMIT = 2**62
+PAUSED = ("RS_NORMAL", "RS_PREREPAIR_FINISH")
 
 
 class Processor:
-    def __init__(self, tft, rank, world_size, stores, replicas, checkpoint):
+    def __init__(self, tft, rank, stores, controller=None):
         self.tft, self.rank = tft, rank
         self.force = False
         self.repair_type = "unknow"
         self._store, self._status_store = stores(), stores()
-        self._status = {"step": 0, "data": "updated"}
-        self._epoch = 0
+        self._status_lock = threading.Lock()
+        self._status = {"step": 0, "data": "updated", "replicas": []}
+        self._limit = NO_LIMIT
+        self._failed = False
+        self._epoch = self._number = self.repair_id = 0
         self._wait = threading.Semaphore(0)
         self._go = False
         self._left = threading.Event()
         self._closed = threading.Event()
-        self._controller = Controller(world_size, stores, replicas, checkpoint) if rank == 0 else None
+        self._controller = controller
 
     def start(self):
+        if self._store.check(
+            [f"tft/awaited/{self.rank}"]
+        ):  # the controller answers the register message of a new process
+            self._epoch, self._number = json.loads(self._store.get(f"tft/awaited/{self.rank}"))
+            self.repair_id = self._epoch + 1
         self._publish()
         if self._controller is not None:
             self._controller.start()
@@ -39,20 +50,33 @@ class Processor:
 
     # ---- training thread
 
+    def set_replicas(self, info):
+        self._status["replicas"] = info
+        self._publish()
+
     def begin_updating(self):
-        if self.force:
-            self.force = False
-            raise RuntimeError("FORCE STOP. By stand-in BeginUpdating")
-        self._status["data"] = "updating"
+        updating = False
+        while not updating:
+            if self.force:
+                self.force = False
+                raise RuntimeError("FORCE STOP. By stand-in BeginUpdating")
+            with self._status_lock:
+                updating = self._status["step"] < self._limit
+                if updating:
+                    self._status["data"] = "updating"
+            if not updating:
+                time.sleep(POLL_SECONDS)
         self._publish()
 
     def finished_update(self, step):
-        self._status.update(step=step, data="updated")
+        with self._status_lock:
+            self._status.update(step=step, data="updated")
         self._publish()
 
     def report(self, state):
+        self._failed = state not in PAUSED
         self._status_store.set(f"tft/{self._epoch}/report/{self.rank}", state)
-        if state != "RS_NORMAL":
+        if state not in PAUSED:
             self._status_store.add(f"tft/{self._epoch}/fault", 1)
 
     def wait_next_action(self):
@@ -72,7 +96,7 @@ class Processor:
     # ---- TFT's thread
 
     def _run(self):
-        number = 0
+        number = self._number
         with self.tft.thread_context():
             while not self._closed.is_set():
                 if not self._store.check([f"tft/command/{number}"]):
@@ -92,39 +116,64 @@ class Processor:
                     self._store.set(f"tft/reply/{number}/{self.rank}", str(code))
                 number += 1
 
+    def _lock(self, step):
+        """No update begins after that of ``step``; wait until this rank has ended it, or has failed."""
+        with self._status_lock:
+            self._limit = step
+        deadline = time.monotonic() + REPLY_SECONDS
+        while time.monotonic() < deadline:
+            with self._status_lock:
+                done, updating = self._status["step"], self._status["data"] == "updating"
+            if self._failed or (done == step and not updating):
+                return OK
+            if done > step:
+                return AGAIN
+            time.sleep(POLL_SECONDS)
+        return FAILED
+
     def _do(self, op, context):
+        if op == "lock":
+            return self._lock(context["step"])
         if op == "repair":
             self._left.wait(REPLY_SECONDS)  # until the training thread has left train()
         if op in ("stop", "clean"):
             self.repair_type = context["repair_type"]
             return getattr(self.tft, f"{op}_callback")()
-        if op in ("repair", "rollback", "save"):
+        if op == "rollback":
+            self._limit = context["step"]
+        if op in ("rebuild", "repair", "rollback", "save"):
             return getattr(self.tft, f"{op}_callback")(context)
         if op == "exit":
             return self.tft.exit_callback()
         if op == "resume":
             self._epoch += 1
-            self.force = False
+            self.force = self._failed = False
+            self._status["step"], self._limit = self._limit, NO_LIMIT
             self._left.clear()
+            self._publish()
         self._go = True
         self._wait.release()
         return 0
 
 
 class Controller(threading.Thread):
-    def __init__(self, world_size, stores, replicas, checkpoint):
+    """``scheduler``: who starts dead processes again, if somebody does: ``lost()`` names their ranks, ``start_again(ranks)``
+    asks for new ones."""
+
+    def __init__(self, world_size, stores, checkpoint, scheduler=None):
         super().__init__(name="tft-controller", daemon=True)
         self.closed = threading.Event()
         self._ranks = range(world_size)
         self._store = stores()
-        self._replicas, self._checkpoint = replicas, checkpoint
+        self._checkpoint, self._scheduler = checkpoint, scheduler
         self._number = 0
         self._epoch = 0
 
     def run(self):
         while not self.closed.wait(POLL_SECONDS):
-            if self._store.add(f"tft/{self._epoch}/fault", 0):
-                if not self._recover():
+            lost = self._scheduler.lost() if self._scheduler is not None else []
+            if lost or self._store.add(f"tft/{self._epoch}/fault", 0):
+                if not (self._replace(lost) if lost else self._recover()):
                     self._all("exit", {})
                     return
                 self._epoch += 1
@@ -150,6 +199,8 @@ class Controller(threading.Thread):
         if max(status["step"] for status in self._statuses().values()) == 0:
             print("tft: no optimizer update yet: refused", flush=True)
             return False
+        if not self._lock(self._ranks):
+            return False
         kinds = self._reports()
         dump = "RS_UNKNOWN" in kinds.values()
         if any(self._all("stop", {"repair_type": "dump" if dump else "retry"}).values()):
@@ -165,12 +216,57 @@ class Controller(threading.Thread):
             self._dump(step)
             return False
         self._all("release", {})
-        context = {"step": step, "repair_id": self._epoch + 1, "rank_list": [], "repair_type": 3}
-        context.update(type=[], src=[], dst=[])
+        context = self._context(step)
         if any(kinds[rank] == "RS_UCE" and codes[rank] == 0 for rank in self._ranks):
-            plans = self._plan(context, statuses, kinds, codes)
-            if plans is None or any(self._all("repair", plans, ranks=plans).values()):
+            hit = [rank for rank in self._ranks if kinds[rank] == "RS_UCE" and codes[rank] == 0]
+            late = self._late(statuses, step)
+            wrong = sorted({*hit, *(rank for rank in late if codes[rank] == 0)})
+            whole = {rank for rank in self._ranks if rank not in wrong and rank not in late and codes[rank] == 0}
+            if not self._repair(context, statuses, wrong, hit, whole):
                 return False
+        return self._roll_back(context)
+
+    def _replace(self, lost):
+        """Processes have died ("ARF"): the others stop, new ones come, all links are built anew, and the new are repaired."""
+        alive = [rank for rank in self._ranks if rank not in lost]
+        if max(status["step"] for status in self._statuses().values()) == 0:
+            print("tft: no optimizer update yet: refused", flush=True)
+            return False
+        if not self._lock(alive):
+            return False
+        for op in ("stop", "clean"):
+            if any(self._all(op, {rank: {"repair_type": "recover"} for rank in alive}, ranks=alive).values()):
+                return False
+        step = max(status["step"] for status in self._statuses().values())
+        self._all("release", {rank: {} for rank in alive}, ranks=alive)
+        for rank in lost:
+            self._store.set(f"tft/awaited/{rank}", json.dumps([self._epoch, self._number]))
+        self._scheduler.start_again(lost)
+        keys = [f"tft/{self._epoch}/report/{rank}" for rank in lost]
+        deadline = time.monotonic() + REPLY_SECONDS
+        while not self._store.check(keys):  # the new processes have come as far as train(): "ARF FINISH"
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_SECONDS)
+        context = self._context(step)
+        if any(self._all("rebuild", {"fault_ranks": lost, "repair_id": context["repair_id"]}).values()):
+            return False
+        statuses = self._statuses()
+        wrong = sorted({*lost, *self._late(statuses, step)})
+        return self._repair(context, statuses, wrong, [], set(self._ranks) - set(wrong)) and self._roll_back(context)
+
+    def _context(self, step):
+        context = {"step": step, "repair_id": self._epoch + 1, "rank_list": [], "repair_type": 3}
+        return context | {"type": [], "src": [], "dst": []}
+
+    def _late(self, statuses, step):
+        return [r for r in self._ranks if statuses[r]["data"] != "updated" or statuses[r]["step"] != step]
+
+    def _repair(self, context, statuses, wrong, hit, whole):
+        plans = self._plan(context, statuses, wrong, hit, whole)
+        return plans is not None and not any(self._all("repair", plans, ranks=plans).values())
+
+    def _roll_back(self, context):
         if any(self._all("rollback", context).values()):
             return False
         self._all("resume", {})
@@ -180,35 +276,46 @@ class Controller(threading.Thread):
         reports = {rank: f"tft/{self._epoch}/report/{rank}" for rank in self._ranks}
         return {r: self._store.get(key).decode() if self._store.check([key]) else "" for r, key in reports.items()}
 
-    def _plan(self, context, statuses, kinds, codes):
+    def _lock(self, ranks):
+        """Let every rank that is well end the update that one has begun, and begin no other."""
+        codes = [AGAIN]
+        while AGAIN in codes:
+            step = max(status["step"] for status in self._statuses().values())
+            codes = list(self._all("lock", {rank: {"step": step} for rank in ranks}, ranks=ranks).values())
+        return not any(codes)
+
+    def _plan(self, context, statuses, wrong, hit, whole):
+        """What each rank that takes part has to do; its lists run in parallel, over all types of optimizers."""
         from .framework_ttp.ttp_decorator import RepairType
 
-        step = context["step"]
-        hit = [rank for rank in self._ranks if kinds[rank] == "RS_UCE" and codes[rank] == 0]
-        behind = [r for r in self._ranks if statuses[r]["data"] != "updated" or statuses[r]["step"] != step]
-        behind = [rank for rank in behind if codes[rank] == 0]
-        wrong = sorted({*hit, *behind})
-        whole = [rank for rank in self._ranks if rank not in wrong and rank not in behind and codes[rank] == 0]
-        if not self._replicas or not whole:
-            if self._checkpoint is None or not os.path.exists(self._checkpoint):
-                return None
-            kind = {r: RepairType.RT_LOAD_REBUILD if r in hit else RepairType.RT_LOAD_CKPT for r in self._ranks}
-            return {rank: context | {"repair_type": kind[rank].value} for rank in self._ranks}
-        n = len(self._ranks)
-        pairs = [(next((r + i) % n for i in range(1, n) if (r + i) % n in whole), r) for r in wrong]
-        members = sorted({rank for pair in pairs for rank in pair})
+        moves = []  # source, destination, optimizer type
+        for rank in wrong:
+            for kind, replicas in enumerate(statuses[rank]["replicas"]):
+                source = _source(rank, replicas, whole)
+                if source is None:
+                    return self._plan_to_load(context, hit)
+                moves.append((source, rank, kind))
+        members = sorted({rank for move in moves for rank in move[:2]})
         plans = {}
         for rank in members:
-            mine = [pair for pair in pairs if rank in pair]
+            mine = [move for move in moves if rank in move[:2]]
             high = RepairType.RT_UCE_HIGHLEVEL if rank in hit else RepairType.RT_RECV_REPAIR
             plans[rank] = context | {
                 "repair_type": high.value if rank in wrong else RepairType.RT_SEND.value,
-                "type": [0 for _ in mine],
-                "src": [source for source, _ in mine],
-                "dst": [destination for _, destination in mine],
+                "type": [kind for _, _, kind in mine],
+                "src": [source for source, _, _ in mine],
+                "dst": [destination for _, destination, _ in mine],
                 "rank_list": members,
             }
         return plans
+
+    def _plan_to_load(self, context, hit):
+        from .framework_ttp.ttp_decorator import RepairType
+
+        if self._checkpoint is None or not os.path.exists(self._checkpoint):
+            return None
+        kind = {r: RepairType.RT_LOAD_REBUILD if r in hit else RepairType.RT_LOAD_CKPT for r in self._ranks}
+        return {rank: context | {"repair_type": kind[rank].value} for rank in self._ranks}
 
     def _dump(self, step):
         self._all("save", {"step": step, "ranks": list(self._ranks)})
@@ -216,3 +323,11 @@ class Controller(threading.Thread):
         keys = [f"tft/dumped/{rank}" for rank in self._ranks]
         while not self._store.check(keys) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
+
+
+def _source(rank, replicas, whole):
+    """The first valid rank, cyclically, that holds the same shard as ``rank``; None if there is none."""
+    ranks, stride = replicas["rank_list"], len(replicas["rank_list"]) // replicas["replica_cnt"]
+    place = ranks.index(rank)
+    places = [(place + offset) % len(ranks) for offset in range(stride, len(ranks), stride)]
+    return next((ranks[other] for other in places if ranks[other] in whole), None)

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A data-parallel training loop whose state is spread over module globals.
 
-Both ranks hold the same parameters. Every step draws random numbers, sums losses into the tracker, counts tokens, moves
-an expert bias before the update, and logs the tracker's mean over the ranks.
+All ranks hold the same parameters, and experts, if there are any, that they share with every second rank. Every step draws
+random numbers, sums losses into the tracker, counts tokens, moves an expert bias before the update, and logs the tracker's
+mean over the ranks.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import time
 
 import torch
@@ -23,20 +26,29 @@ counts = None
 log = None
 hooks = {"begin": [], "logged": [], "losses": [], "point": []}
 entries = 0
+rebuild_links = None
 
 
 class Log:
-    """Log lines; knows a rollback, and keeps the first of two points of one step and name."""
+    """Log lines; knows a rollback, and keeps the first of two points of one step and name. ``path``: a file in which the
+    points of the rank's earlier processes are found."""
 
-    def __init__(self):
+    def __init__(self, path=None):
+        self.path = path
         self.points = []
+        if path and os.path.exists(path):
+            with open(path) as file:
+                self.points = [json.loads(line) for line in file]
         self.twice = 0
 
     def add(self, step, name, value):
-        if any(point[:2] == (step, name) for point in self.points):
+        if any(point[:2] == [step, name] for point in self.points):
             self.twice += 1
             return
-        self.points.append((step, name, value))
+        self.points.append([step, name, value])
+        if self.path:
+            with open(self.path, "a") as file:
+                file.write(json.dumps(self.points[-1]) + "\n")
 
     def begin(self, step):
         pass
@@ -52,9 +64,20 @@ class Model:
     def __init__(self):
         self.weight = torch.linspace(-1, 1, 8)
         self.grad = torch.zeros(8)
+        self.expert = torch.linspace(0, 1, 8) + rank % 2 if with_experts() else None
+        self.expert_grad = torch.zeros(8)
 
     def named_parameters(self):
-        return [("weight", self.weight)]
+        return [("weight", self.weight)] + ([] if self.expert is None else [("expert", self.expert)])
+
+
+def with_experts():
+    """Four ranks hold two experts, each of them twice."""
+    return world_size == 4
+
+
+def expert_ranks():
+    return list(range(rank % 2, world_size, 2))
 
 
 def point(name, step):
@@ -62,14 +85,14 @@ def point(name, step):
         hook(name, step)
 
 
-def exchange(tensor, tag, timeout=6):
-    """Sum over the ranks, in place; stopped with the device as a collective is. Does not look at unsafe flags."""
+def exchange(tensor, tag, timeout=6, ranks=None):
+    """Sum over all or these ranks, in place; stopped with the device as a collective is. Does not look at unsafe flags."""
     key = f"x/{entries}/{tag}"
     mine = tensor.numpy() if device is None else _raw(tensor)
     store.set(f"{key}/{rank}", mine.tobytes())
     deadline = time.monotonic() + timeout
     total = torch.zeros(tensor.shape, dtype=tensor.dtype)
-    for other in range(world_size):
+    for other in ranks or range(world_size):
         while not store.check([f"{key}/{other}"]):
             if device.stopped:
                 raise RuntimeError("FORCE STOP.")
@@ -113,6 +136,7 @@ def train_step(model, optimizer, iteration):
     global bias, counts
     step = iteration + 1
     model.grad.zero_()
+    model.expert_grad.zero_()
     losses = []
     for microbatch in range(MICROBATCHES):
         data = torch.arange(8, dtype=torch.float32) * (rank + 1) + step + microbatch
@@ -125,9 +149,13 @@ def train_step(model, optimizer, iteration):
         counts += data.abs()
         point(f"forward{microbatch + 1}", step)
         model.grad += 2 * (model.weight * data + noise + bias) * data / 8
+        if model.expert is not None:
+            model.expert_grad += model.expert * data * noise
     for hook in hooks["losses"]:
         hook(losses)
     exchange(model.grad, f"grad/{step}")
+    if model.expert is not None:
+        exchange(model.expert_grad, f"expert-grad/{step}", ranks=expert_ranks())
     exchange(counts, f"counts/{step}")
     bias += (counts.mean() - counts).sign() * 0.01
     counts.zero_()
@@ -181,13 +209,23 @@ class Optimizer:
     def __init__(self, model):
         self.model = model
         self.momentum = torch.zeros(8)
+        self.expert_momentum = torch.zeros(8)
+
+    def tensors(self, kind):
+        """Parameters and momentum of one type of optimizer: 0 for the dense ones, 1 for the experts'."""
+        if kind == 0:
+            return self.model.weight, self.momentum
+        return () if self.model.expert is None else (self.model.expert, self.expert_momentum)
 
     def step(self, step):
         exchange(torch.zeros(1), f"barrier/{step}")
-        self.begin_to_update(step)
+        self.begin_to_update()
         self.momentum.mul_(0.9).add_(self.model.grad)
         point("update", step)
         self.model.weight.sub_(self.momentum * 1e-4)
+        if self.model.expert is not None:
+            self.expert_momentum.mul_(0.9).add_(self.model.expert_grad)
+            self.model.expert.sub_(self.expert_momentum * 1e-3)
         point("update-late", step)
         self.end_to_update(step)
         point("updated", step)

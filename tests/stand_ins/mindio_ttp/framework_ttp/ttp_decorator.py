@@ -11,7 +11,7 @@ import threading
 from contextlib import nullcontext
 from enum import Enum
 
-from ..engine import Processor
+from ..engine import Controller, Processor
 
 ACTION_TIMEOUT = 20
 EXIT_CODE = 2
@@ -37,6 +37,7 @@ class ReportState(Enum):
     RS_UCE_CORRUPTED = 3
     RS_HCCL_FAILED = 4
     RS_UNKNOWN = 5
+    RS_PREREPAIR_FINISH = 6
 
 
 class RepairType(Enum):
@@ -91,6 +92,9 @@ class SaveHandler:
             print(f"tft: clean raised {type(error).__name__}: {error}", flush=True)
             return 4
 
+    def execute_rebuild_group(self, fault_ranks):
+        return self._execute("rebuild", fault_ranks, self._args)
+
     def execute_repair(self):
         return self._execute(
             "repair", self._repair_step, self._need_rebuild, self._error_ranks, self._repair_info, self._args
@@ -127,6 +131,7 @@ tft_register_clean_handler = _register("clean")
 tft_register_repair_handler = _register("repair")
 tft_register_rollback_handler = _register("rollback")
 tft_register_save_ckpt_handler = _register("save")
+tft_register_rebuild_group_handler = _register("rebuild")
 
 # ---- on TFT's one thread -------------------------------------------------------------------------------------------
 
@@ -153,6 +158,13 @@ def clean_callback():
     result = save_handler.execute_clean()
     uce_error_ = retry_error_ = False
     return result
+
+
+def rebuild_callback(context):
+    global repair_id_
+    _note("rebuild")
+    repair_id_ = context["repair_id"]
+    return save_handler.execute_rebuild_group(context["fault_ranks"])
 
 
 def repair_callback(context):
@@ -194,10 +206,12 @@ fault_handles = {
     "UCE ERROR": lambda text: "UCE ERROR" if save_handler.enable_retry() else "OTHER",
     "HBM MULTI BIT ECC": lambda text: "HBM MULTI BIT ECC can repair",
     "FORCE STOP": lambda text: "FORCE STOP",
+    "ARF FINISH": lambda text: "ARF FINISH",
     "HCCL OP RETRY FAILED": lambda text: "HCCL OP RETRY FAILED" if save_handler.enable_retry() else "OTHER",
 }
 fault_types = {
     "FORCE STOP": "RS_NORMAL",
+    "ARF FINISH": "RS_PREREPAIR_FINISH",
     "UCE ERROR": "RS_UCE",
     "HBM MULTI BIT ECC can repair": "RS_UCE",
     "HCCL OP RETRY FAILED": "RS_HCCL_FAILED",
@@ -245,7 +259,7 @@ def tft_exception_handler(func):
                         break
                 print(f"tft: rank {rank_} caught {kind}: {text.splitlines()[0]}", flush=True)
                 tft_report_error(ReportState[fault_types[kind]])
-                if not processor.wait_next_action():
+                if kind != "ARF FINISH" and not processor.wait_next_action():
                     os._exit(EXIT_CODE)
                 failed = True
             except Exception as error:
@@ -290,13 +304,24 @@ def get_mindio_export_version():
     return mindio_export_function_version
 
 
-def tft_init_processor(rank, world_size, stores, *, replicas=True, checkpoint=None):
-    """``stores()``: a fresh client of the store that all ranks share; ``checkpoint``: a file to fall back to."""
+def tft_set_optimizer_replica(rank, replica_info):
+    """``replica_info``: for each type of optimizer the ranks that share it, and how many copies of it they hold."""
+    processor.set_replicas(replica_info)
+
+
+def tft_is_reboot_node():
+    return processor.repair_id != 0
+
+
+def tft_init_processor(rank, world_size, stores, *, checkpoint=None, controlled=False):
+    """``stores()``: a fresh client of the store that all ranks share; ``checkpoint``: a file to fall back to;
+    ``controlled``: the controller is not in rank 0, but in a process of its own."""
     global rank_, repair_id_, processor
     rank_, repair_id_ = rank, 0
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: print(f"tft: rank {rank} swallows the signal", flush=True))
     import sys
 
-    processor = Processor(sys.modules[__name__], rank, world_size, stores, replicas, checkpoint)
+    controller = Controller(world_size, stores, checkpoint) if rank == 0 and not controlled else None
+    processor = Processor(sys.modules[__name__], rank, stores, controller)
     processor.start()

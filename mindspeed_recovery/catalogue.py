@@ -93,9 +93,15 @@ class Catalogue:
                 f"{self.file}: package '{self.package}' has the version '{text}', which is not one"
             ) from None
 
+    def rows(self, version: Version | None, *, unknown: bool = False) -> list[Row]:
+        """The rows of one version. ``unknown``: the package is there but nothing tells its version; taken then are the rows
+        that hold for the newest one."""
+        rows = [row for rows in self.entries.values() for row in rows]
+        return [row for row in rows if (row.before is None if unknown else row.covers(version))]
+
     def states(self, version: Version | None) -> list[StateSpec]:
         """The states of one version of the package. Their ``source`` names the version, for messages."""
-        specs = [row.spec for rows in self.entries.values() for row in rows if row.covers(version)]
+        specs = [row.spec for row in self.rows(version)]
         if version is None:
             return specs
         return [dataclasses.replace(spec, source=f"{spec.source}, {self.package} {version}") for spec in specs]
@@ -153,6 +159,7 @@ def parse(text: str, file: str) -> Catalogue:
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise CatalogueError(f"{file}: key 'state': write each state as [[state]]")
     entries: dict[str, tuple[Row, ...]] = {}
+    lines = _lines(text, tables)
     for index, table in enumerate(tables, 1):
         name = table.get("name")
         where = f"{file}: entry '{name}'" if isinstance(name, str) else f"{file}: entry number {index}"
@@ -160,11 +167,37 @@ def parse(text: str, file: str) -> Catalogue:
             raise CatalogueError(f"{where}: key 'name': every state needs a name")
         if name in entries:
             raise CatalogueError(f"{where}: key 'name': duplicate name")
-        entries[name] = _rows(table, package, Path(file).name, where)
+        at = [f"{Path(file).name}:{line}" if line else Path(file).name for line in lines[index - 1]]
+        entries[name] = _rows(table, package, at, where)
     return Catalogue(file, package, version_from, entries)
 
 
-def _rows(table: dict[str, Any], package: str | None, file_name: str, where: str) -> tuple[Row, ...]:
+def _lines(text: str, tables: list[dict[str, Any]]) -> list[list[int]]:
+    """For each state the lines on which its rows stand (tomllib tells none): the line of its table where they cannot be
+    told apart, 0 where the tables cannot."""
+    heads: list[int] = []
+    rows: list[list[int]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if re.match(r"\s*\[\[\s*state\s*\]\]", line):
+            heads.append(number)
+            rows.append([])
+        elif rows and not line.lstrip().startswith("#"):
+            rows[-1] += [number] * len(re.findall(r"\bversions\s*=", line))
+    if len(heads) != len(tables):
+        return [[0] * _row_count(table) for table in tables]
+    return [
+        found if len(found) == _row_count(table) else [head] * _row_count(table)
+        for table, head, found in zip(tables, heads, rows)
+    ]
+
+
+def _row_count(table: dict[str, Any]) -> int:
+    rows = table.get("at")
+    return max(len(rows), 1) if isinstance(rows, list) else 1
+
+
+def _rows(table: dict[str, Any], package: str | None, places: list[str], where: str) -> tuple[Row, ...]:
+    """``places``: file and line of each row."""
     _check_keys(table, _STATE_KEYS, where)
     for key in ("why", "policy"):
         if not _typed(table, key, str, where):
@@ -173,7 +206,7 @@ def _rows(table: dict[str, Any], package: str | None, file_name: str, where: str
         raise CatalogueError(f"{where}: give either 'at' (rows of version ranges) or one 'location'")
     common = {key: table[key] for key in _OPTIONS if key in table}
     if "location" in table:
-        return (Row(None, None, _spec(table, {**common, "location": table["location"]}, file_name, where)),)
+        return (Row(None, None, _spec(table, {**common, "location": table["location"]}, places[0], where)),)
     if package is None:
         raise CatalogueError(f"{where}: key 'at': version ranges need a 'package' at the top of the file")
     rows = _typed(table, "at", list, where) or []
@@ -190,7 +223,7 @@ def _rows(table: dict[str, Any], package: str | None, file_name: str, where: str
                 "ranges follow each other without gap or overlap"
             )
         options = {**common, **{key: value for key, value in row.items() if key != "versions"}}
-        result.append(Row(since, before, _spec(table, options, file_name, at)))
+        result.append(Row(since, before, _spec(table, options, places[number - 1], at)))
     if not result:
         raise CatalogueError(f"{where}: key 'at': no rows")
     return tuple(result)
@@ -210,7 +243,7 @@ def _range(row: dict[str, Any], where: str) -> tuple[Version, Version | None]:
     return since, before
 
 
-def _spec(table: dict[str, Any], options: dict[str, Any], file_name: str, where: str) -> StateSpec:
+def _spec(table: dict[str, Any], options: dict[str, Any], source: str, where: str) -> StateSpec:
     policy = table["policy"]
     if policy not in set(map(str, Policy)):
         raise CatalogueError(f"{where}: key 'policy': unknown policy '{policy}'; one of {', '.join(map(str, Policy))}")
@@ -226,7 +259,7 @@ def _spec(table: dict[str, Any], options: dict[str, Any], file_name: str, where:
         raise CatalogueError(f"{where}: key 'fields': a list of attribute names")
     try:
         return StateSpec(
-            name=table["name"], location=location, policy=Policy(policy), why=table["why"], source=file_name, **options
+            name=table["name"], location=location, policy=Policy(policy), why=table["why"], source=source, **options
         )
     except StateError as error:
         raise CatalogueError(f"{where}: {str(error).split(': ', 1)[1]}") from None

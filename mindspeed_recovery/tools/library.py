@@ -136,13 +136,16 @@ class Library:
                 candidates.append(binding.target)
             else:  # mpu = parallel_state
                 candidates += (
-                    target for alias in binding.types if alias != first if (target := self.module_of(module, alias, depth + 1))
+                    target
+                    for alias in binding.types
+                    if alias != first
+                    if (target := self.module_of(module, alias, depth + 1))
                 )
         for target in candidates:
             resolved = self.as_module(target, depth + 1)
             if resolved is not None and not rest:
                 return resolved
-            if resolved is not None and (inner := self._below(resolved, rest, depth + 1)) is not None:
+            if resolved is not None and (inner := self.below(resolved, rest, depth + 1)) is not None:
                 return inner
         return None
 
@@ -150,23 +153,39 @@ class Library:
         """The module that an import's target (``module`` or ``module:NAME``) is, None if it is not one in the trees."""
         origin, _, name = target.partition(":")
         if not name:
-            return origin if any(tree.has(origin) for tree in self.trees) else None
+            return origin if self._is_module(origin) else None
         if self.file(f"{origin}.{name}") is not None:
             return f"{origin}.{name}"
         return self.module_of(origin, name, depth + 1)
 
-    def _below(self, module: str, rest: str, depth: int) -> str | None:
+    def below(self, module: str, rest: str, depth: int = 0) -> str | None:
+        """The module that a dotted name stands for within a module or package."""
         name, _, more = rest.partition(".")
-        inner = f"{module}.{name}" if self.file(f"{module}.{name}") or any(t.has(f"{module}.{name}") for t in self.trees) else None
-        inner = inner or self.module_of(module, name, depth)
-        return inner if inner is None or not more else self._below(inner, more, depth)
+        direct = f"{module}.{name}"
+        inner = direct if self._is_module(direct) else self.module_of(module, name, depth)
+        return inner if inner is None or not more else self.below(inner, more, depth)
+
+    def _is_module(self, name: str) -> bool:
+        """A file, or a namespace package that has none of its own."""
+        return self.file(name) is not None or any(tree.has(name) and not tree.holds(name) for tree in self.trees)
+
+    def origin(self, target: str, depth: int = 0) -> str:
+        """``module:NAME`` where the name that an import names is really bound, through imports of imports."""
+        module, _, name = target.partition(":")
+        found = self.symbols(module) if name and depth < _DEPTH else None
+        for binding in found.names.get(name, ()) if found else ():
+            if binding.kind == symbols.IMPORT and ":" in binding.target:
+                return self.origin(binding.target, depth + 1)
+        return target
 
     def is_open(self, module: str, depth: int = 0) -> bool:
         """Whether a module may have names that its text does not show: made up at run time, or from a compiled module."""
         found = self.symbols(module)
         if found is None or depth > _DEPTH:
             return True
-        return found.computed or "__getattr__" in found.names or any(self.is_open(star, depth + 1) for star in found.stars)
+        return (
+            found.computed or "__getattr__" in found.names or any(self.is_open(star, depth + 1) for star in found.stars)
+        )
 
     # ---- classes ----
 

@@ -143,7 +143,9 @@ def open_tree(path: str | Path) -> SourceTree:
     if not path.exists():
         raise SourceError(f"{path}: there is no such file or folder")
     if not zipfile.is_zipfile(path):
-        raise SourceError(f"{path}: neither a folder nor a wheel; give the folder that holds the packages, or a .whl file")
+        raise SourceError(
+            f"{path}: neither a folder nor a wheel; give the folder that holds the packages, or a .whl file"
+        )
     return _archive(path)
 
 
@@ -189,10 +191,7 @@ def python_files(path: Path) -> list[SourceFile]:
     if not path.exists():
         raise SourceError(f"{path}: there is no such file or folder")
     start = path.resolve()
-    package: tuple[str, ...] = ()
-    folder = start if start.is_dir() else start.parent
-    while (folder / "__init__.py").is_file():
-        package, folder = (folder.name, *package), folder.parent
+    package = (start if start.is_dir() else start.parent).relative_to(package_root(path)).parts
     if start.is_dir():
         files = [file for file in _walk(start, package, shown=path) if not file.compiled]
     else:
@@ -200,6 +199,15 @@ def python_files(path: Path) -> list[SourceFile]:
     if not files:
         raise SourceError(f"{path}: no Python file; give a .py file or a folder of them")
     return files
+
+
+def package_root(path: Path) -> Path:
+    """The folder from which Python would import a file, or the modules of a folder: the first one above that is no package."""
+    start = path.resolve()
+    folder = start if start.is_dir() else start.parent
+    while (folder / "__init__.py").is_file() and folder.parent != folder:
+        folder = folder.parent
+    return folder
 
 
 def _folder(root: Path) -> SourceTree:
@@ -233,7 +241,9 @@ def _archive(path: Path) -> SourceTree:
 
     def beside(pattern: str) -> Iterator[SourceFile]:
         for name in names:
-            if len(PurePosixPath(name).parts) == len(PurePosixPath(pattern).parts) and PurePosixPath(name).match(pattern):
+            if len(PurePosixPath(name).parts) == len(PurePosixPath(pattern).parts) and PurePosixPath(name).match(
+                pattern
+            ):
                 yield SourceFile("", f"{path.name}/{name}", reader(name))
 
     return SourceTree(path.name, list_package, beside)
@@ -255,11 +265,13 @@ def _file(path: Path, names: tuple[str, ...], shown: Path | None = None) -> Iter
 
 def _named(parts: tuple[str, ...], path: str, read: Callable[[], bytes]) -> Iterator[SourceFile]:
     """The file as a module, if its name makes it one."""
-    stem, dot, ending = parts[-1].partition(".")
+    stem, _, ending = parts[-1].partition(".")
     names = parts[:-1] if stem == "__init__" and ending == "py" else (*parts[:-1], stem)
     compiled = parts[-1].endswith(_COMPILED)
     if (ending == "py" or compiled) and all(name.isidentifier() for name in names):
-        yield SourceFile(".".join(names), path, read, is_package=names is not parts and stem == "__init__", compiled=compiled)
+        yield SourceFile(
+            ".".join(names), path, read, is_package=names is not parts and stem == "__init__", compiled=compiled
+        )
 
 
 def _dots(name: str) -> Iterator[int]:

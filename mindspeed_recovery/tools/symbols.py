@@ -9,6 +9,7 @@ or ``try``. Nothing is executed, so what is bound only through computed names is
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -116,7 +117,7 @@ def _arms(node: ast.stmt) -> Iterator[tuple[int | None, list[ast.stmt]]]:
     """The bodies within a compound statement; an arm of None runs whichever of the others does."""
     if isinstance(node, ast.If):
         yield from ((0, node.body), (1, node.orelse))
-    elif isinstance(node, (ast.Try, *_TRY_STAR)):
+    elif isinstance(node, ast.Try) or (sys.version_info >= (3, 11) and isinstance(node, ast.TryStar)):
         yield 0, node.body
         yield 0, node.orelse
         yield from ((number, handler.body) for number, handler in enumerate(node.handlers, 1))
@@ -127,9 +128,6 @@ def _arms(node: ast.stmt) -> Iterator[tuple[int | None, list[ast.stmt]]]:
         yield from ((None, node.body), (None, node.orelse))
     elif isinstance(node, (ast.With, ast.AsyncWith)):
         yield None, node.body
-
-
-_TRY_STAR = (ast.TryStar,) if hasattr(ast, "TryStar") else ()
 
 
 def targets(node: ast.stmt) -> Iterator[tuple[ast.expr, ast.expr | None]]:
@@ -179,6 +177,8 @@ def type_names(node: ast.expr | None, local: LocalTypes | None = None) -> frozen
     name = dotted(node.func if isinstance(node, ast.Call) else node)
     if not name:
         return _EMPTY
+    if isinstance(node, ast.Call) and name.rsplit(".", 1)[-1] == "partial" and node.args:
+        return type_names(node.args[0], local)
     if name.rsplit(".", 1)[-1] in _CONTAINERS:
         return frozenset({name.rsplit(".", 1)[-1]})
     return frozenset({name}) | (local.of(name) if local is not None else _EMPTY)
@@ -309,8 +309,8 @@ class _Reader:
             self._assignment(part, (), self._found.names, local, only=declared)
             if declared:
                 self._declared(part, declared)
-            for target, value in targets(part) if members is not None and owner else ():
-                if isinstance(target, ast.Attribute) and dotted(target.value) == owner:
+            for target, value in targets(part) if owner else ():
+                if members is not None and isinstance(target, ast.Attribute) and dotted(target.value) == owner:
                     annotation = _annotated(part.annotation) if isinstance(part, ast.AnnAssign) else _EMPTY
                     bound = Binding(kind, part.lineno, types=type_names(value, local) | annotation)
                     members.setdefault(target.attr, []).append(bound)
@@ -346,9 +346,10 @@ class _Reader:
                     members.setdefault(name, []).append(Binding(INSTANCE, part.lineno))
                 elif dotted(receiver):
                     self._later.append((dotted(receiver), name, Binding(VALUE, part.lineno)))
-            elif members is not None and owner and called in {f"{owner}.{method}" for method in _REGISTER}:
-                if _text(part.args[0]):
-                    members.setdefault(_text(part.args[0]), []).append(Binding(INSTANCE, part.lineno))
+            elif (
+                members is not None and called in {f"{owner}.{method}" for method in _REGISTER} and _text(part.args[0])
+            ):
+                members.setdefault(_text(part.args[0]), []).append(Binding(INSTANCE, part.lineno))
 
 
 def _value(line: int, branch: Branch, types: frozenset[str], value: ast.expr | None) -> Binding:

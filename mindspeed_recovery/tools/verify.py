@@ -14,7 +14,6 @@ from enum import Enum
 
 from packaging.version import Version
 
-from mindspeed_recovery import catalogue
 from mindspeed_recovery.catalogue import Catalogue
 from mindspeed_recovery.core.location import Location
 from mindspeed_recovery.core.policy import Policy, StateSpec
@@ -115,25 +114,25 @@ def check(
 ) -> SourceReport:
     """Look up every entry that one catalogue file has for ``version`` (None: unknown, the newest rows) in a tree.
 
-    ``others`` serve for packages that the tree does not have. ``known``: locations of entries of any file, to which a
+    ``others`` serve for packages that the tree does not have. ``known``: locations of entries of other files, to which a
     second definition may belong.
     """
     library = Library([tree, *others])
     report = SourceReport(loaded.package or "", version, tree.label)
-    checker = _Checker(library, tree, {str(location) for location in known})
     rows = loaded.rows(version, unknown=version is None)
-    for row in progress.each(rows, tree.label, len(rows)) if progress is not None else rows:
+    checker = _Checker(library, tree, {str(row.spec.location) for row in rows} | set(map(str, known)))
+    for row in progress.each(rows, f"verifying {tree.label}", len(rows)) if progress is not None else rows:
         report.findings.append(checker.finding(row.spec))
     report.problems = list(library.problems.values())
     return report
 
 
-def locations(files: Iterable[Catalogue]) -> list[Location]:
-    """Every location that any row of the files names."""
-    return [row.spec.location for loaded in files for rows in loaded.entries.values() for row in rows]
+def locations(loaded: Catalogue) -> list[Location]:
+    """Every location that any row of a file names."""
+    return [row.spec.location for rows in loaded.entries.values() for row in rows]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Fault(Exception):
     status: Status
     text: str
@@ -142,9 +141,8 @@ class _Fault(Exception):
 
 @dataclass(frozen=True)
 class _Holder:
-    """What holds the last name of a path: a module, or classes. ``through``: the name of the object or class before."""
+    """What holds the last name of a path: the module, or a class of these or (not ``is_class``) an object of one."""
 
-    module: str
     classes: tuple[tuple[str, ClassSymbols], ...] = ()
     is_class: bool = False
 
@@ -156,15 +154,11 @@ class _Checker:
         self._known = known
 
     def finding(self, spec: StateSpec) -> Finding:
-        place, text, candidates = "", "", ()
+        about = (spec.name, str(spec.policy), str(spec.location), spec.source)
         try:
-            status = Status.FOUND
-            place = self._state(spec)
+            return Finding(*about, Status.FOUND, self._state(spec))
         except _Fault as fault:
-            status, text, candidates = fault.status, fault.text, fault.candidates
-        return Finding(
-            spec.name, str(spec.policy), str(spec.location), spec.source, status, place, text, tuple(candidates)
-        )
+            return Finding(*about, fault.status, "", fault.text, fault.candidates)
 
     def _state(self, spec: StateSpec) -> str:
         """File and line of the state. Raises _Fault."""
@@ -193,14 +187,13 @@ class _Checker:
             near = {name: (module, found[0].line) for name, found in names.names.items()} if names else {}
             raise self._absent(location, 0, f"{module} has no '{path[0]}'", near)
         self._once(first, path[0])
-        holder, found = _Holder(module), first
+        holder, found = _Holder(), first
         for depth, name in enumerate(path[1:], 1):
             classes, is_class = self._what(found)
-            holder = _Holder(found.module, tuple(classes), is_class)
+            if not classes:  # all that can be said of an object of unknown type: some class of the module has it
+                classes = self._owners(found.module, name)
+            holder = _Holder(tuple(classes), is_class)
             inner = [m for at, cls in classes if (m := self._library.member(at, cls, name)) is not None]
-            if not classes:
-                inner = [m for m in (self._anywhere(found.module, name),) if m is not None]
-                holder = _Holder(found.module, self._owners(found.module, name), False)
             if not inner:
                 near = {}
                 for at, cls in classes:
@@ -222,12 +215,15 @@ class _Checker:
         file = library.file(module)
         if file is None:
             near = difflib.get_close_matches(module, [f.module for f in self._tree.modules(top)], n=3, cutoff=0.85)
-            raise _Missing(f"there is no module {module}", tuple(f"{name} ({library.path(name)})" for name in near))
+            status = Status.RENAMED if near else Status.GONE
+            raise _Fault(
+                status, f"there is no module {module}", tuple(f"{name} ({library.path(name)})" for name in near)
+            )
         if file.compiled:
             raise _Fault(Status.UNCHECKED, f"{file.path} is compiled")
-        twice = [other.path for tree in library.trees for other in tree.all_of(module) if not other.compiled]
-        if len(twice) > 1 and self._tree.holds(module) and len(self._tree.all_of(module)) > 1:
-            raise _Fault(Status.AMBIGUOUS, f"{module} is in two files", tuple(twice))
+        files = [other.path for other in self._tree.all_of(module)]
+        if len(files) > 1:
+            raise _Fault(Status.AMBIGUOUS, f"{module} is in two files", tuple(files))
         if library.symbols(module) is None:
             raise _Fault(Status.UNREADABLE, library.problems[file.path])
 
@@ -244,16 +240,10 @@ class _Checker:
                     typed.setdefault(id(cls), (at, cls))
         return list(typed.values()), False
 
-    def _owners(self, module: str, name: str) -> tuple[tuple[str, ClassSymbols], ...]:
+    def _owners(self, module: str, name: str) -> list[tuple[str, ClassSymbols]]:
         symbols = self._library.symbols(module)
         found = [b.cls for bindings in symbols.names.values() for b in bindings if b.cls is not None] if symbols else []
-        return tuple((module, cls) for cls in found if name in cls.members)
-
-    def _anywhere(self, module: str, name: str) -> Defined | None:
-        """An attribute of any class of the module: all that can be said of an object of unknown type."""
-        for at, cls in self._owners(module, name):
-            return Defined(at, tuple(cls.members[name]))
-        return None
+        return [(module, cls) for cls in found if name in cls.members]
 
     def _once(self, found: Defined, name: str) -> None:
         made = [b for b in found.bindings if b.kind in (CLASS, FUNCTION) and not b.overload]
@@ -316,7 +306,9 @@ class _Checker:
         owner = holder.classes[0][1].name
         if spec.on == "instances":
             if not kinds & {INSTANCE, FIELD}:
-                what = "a method or property" if FUNCTION in kinds else "an attribute of the class, one for all instances"
+                what = (
+                    "a method or property" if FUNCTION in kinds else "an attribute of the class, one for all instances"
+                )
                 raise _Fault(Status.SHAPE, f"'{name}' is {what}, not an attribute of each {owner}")
             return
         if holder.is_class and not kinds & {VALUE, FUNCTION}:
@@ -403,12 +395,3 @@ class _Checker:
             if len(found) >= _SHOWN:
                 break
         return found
-
-
-def _Missing(text: str, near: tuple[str, ...]) -> _Fault:
-    return _Fault(Status.RENAMED if near else Status.GONE, text, near)
-
-
-def shipped() -> list[Catalogue]:
-    """The catalogue files that come with the package, read."""
-    return [catalogue.load(file) for file in catalogue.shipped()]

@@ -89,9 +89,13 @@ def _value(node: ast.expr | None, known: dict[str, object]) -> object:
         return left + right if isinstance(left, str) and isinstance(right, str) else _UNKNOWN
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
         whole = _value(node.value, known)
-        ends = [None if end is None else _value(end, known) for end in (node.slice.lower, node.slice.upper)]
-        if isinstance(whole, (tuple, str)) and all(end is None or isinstance(end, int) for end in ends):
-            return whole[slice(*ends)]
+        first, last = (None if end is None else _value(end, known) for end in (node.slice.lower, node.slice.upper))
+        if (
+            isinstance(whole, (tuple, str))
+            and isinstance(first, (int, type(None)))
+            and isinstance(last, (int, type(None)))
+        ):
+            return whole[first:last]
     if isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords:
         return _call(node, known)
     return _UNKNOWN

@@ -268,7 +268,7 @@ def _named(parts: tuple[str, ...], path: str, read: Callable[[], bytes]) -> Iter
     stem, _, ending = parts[-1].partition(".")
     names = parts[:-1] if stem == "__init__" and ending == "py" else (*parts[:-1], stem)
     compiled = parts[-1].endswith(_COMPILED)
-    if (ending == "py" or compiled) and all(name.isidentifier() for name in names):
+    if (ending == "py" or compiled) and all(name.isidentifier() and name != "__pycache__" for name in names):
         yield SourceFile(
             ".".join(names), path, read, is_package=names is not parts and stem == "__init__", compiled=compiled
         )

@@ -117,7 +117,9 @@ def test_what_is_no_source_is_named_with_what_to_give(tmp_path: Path) -> None:
     ids=["syntax", "bytes", "coding", "null", "nesting", "size"],
 )
 def test_a_bad_file_is_one_line_and_the_others_are_read(tmp_path: Path, data: bytes, message: str) -> None:
-    library = Library([sources.open_tree(lay(tmp_path, {"pkg/__init__.py": "", "pkg/bad.py": data, "pkg/good.py": "X = 1"}))])
+    library = Library(
+        [sources.open_tree(lay(tmp_path, {"pkg/__init__.py": "", "pkg/bad.py": data, "pkg/good.py": "X = 1"}))]
+    )
     assert library.symbols("pkg.bad") is None
     assert library.symbols("pkg.good") is not None
     (problem,) = library.problems.values()
@@ -139,7 +141,9 @@ def test_a_file_is_decoded_as_it_says(tmp_path: Path) -> None:
 def test_recovery_code_has_the_module_names_of_its_packages(tmp_path: Path) -> None:
     lay(tmp_path, {"top/__init__.py": "", "top/ha/__init__.py": "", "top/ha/rollback.py": "", "loose/x.py": ""})
     assert [file.module for file in sources.python_files(tmp_path / "top" / "ha")] == ["top.ha", "top.ha.rollback"]
-    assert [file.module for file in sources.python_files(tmp_path / "top" / "ha" / "rollback.py")] == ["top.ha.rollback"]
+    assert [file.module for file in sources.python_files(tmp_path / "top" / "ha" / "rollback.py")] == [
+        "top.ha.rollback"
+    ]
     assert [file.module for file in sources.python_files(tmp_path / "loose")] == ["x"]
     assert sources.package_root(tmp_path / "top" / "ha" / "rollback.py") == tmp_path.resolve()
 
@@ -184,7 +188,15 @@ def test_a_global_is_seen_however_it_is_bound(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["X: int", "def f():\n    X = 1", "class A:\n    X = 1", "X += 1", "print(X)", "a.X = 1", "if TYPE_CHECKING:\n    from a import X"],
+    [
+        "X: int",
+        "def f():\n    X = 1",
+        "class A:\n    X = 1",
+        "X += 1",
+        "print(X)",
+        "a.X = 1",
+        "if TYPE_CHECKING:\n    from a import X",
+    ],
 )
 def test_what_binds_no_global_is_not_taken_for_one(text: str) -> None:
     assert "X" not in read(text).names
@@ -296,7 +308,8 @@ def test_names_are_followed_through_imports_and_bases(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "version"),
     [
-        ({"toy/info.py": "A, B = 1, 2\nV = (A, B, 3, 'rc1')\n__version__ = '.'.join(map(str, V[:3])) + ''.join(V[3:])"}, "1.2.3"),
+        ({"toy/info.py": "A, B = 1, 2\nV = (A, B, 3, 'rc1')\n__version__ = '.'.join(map(str, V[:3])) + V[3]"}, None),
+        ({"toy/info.py": "V = (1, 2, 3, 'rc1')\n__version__ = '.'.join(map(str, V[:3])) + ''.join(V[3:])"}, "1.2.3"),
         ({"toy/info.py": "__version__ = f'{1}.{2}'"}, "1.2"),
         ({"toy/info.py": "__version__ = run()", "toy_core-4.5.dist-info/METADATA": "Name: toy-core\nVersion: 4.5\n"}, "4.5"),
         ({"toy_core-4.5.dist-info/METADATA": "Name: toy-core\nVersion: 4.5\n"}, "4.5"),

@@ -178,7 +178,7 @@ class _Checker:
 
     def _locate(self, location: Location) -> tuple[_Holder, Defined]:
         module, path = location.module, location.path
-        self._module_here(module)
+        self._module_here(location)
         first = self._library.lookup(module, path[0])
         if first is None:
             if not self._tree.holds(module) and self._library.is_open(module):
@@ -204,8 +204,9 @@ class _Checker:
             self._once(found, name)
         return holder, found
 
-    def _module_here(self, module: str) -> None:
-        library, top = self._library, module.split(".", 1)[0]
+    def _module_here(self, location: Location) -> None:
+        library, module = self._library, location.module
+        top = module.split(".", 1)[0]
         if self._tree.has(top):
             here = self._tree.holds(module)
         else:
@@ -214,11 +215,13 @@ class _Checker:
             raise _Fault(Status.OPTIONAL, f"{module} is not part of this source")
         file = library.file(module)
         if file is None:
-            near = difflib.get_close_matches(module, [f.module for f in self._tree.modules(top)], n=3, cutoff=0.85)
-            status = Status.RENAMED if near else Status.GONE
-            raise _Fault(
-                status, f"there is no module {module}", tuple(f"{name} ({library.path(name)})" for name in near)
-            )
+            fault = self._absent(location, 0, f"there is no module {module}", {})
+            package = module.rpartition(".")[0]
+            beside = [name for f in self._tree.modules(top) if (name := f.module).rpartition(".")[0] == package]
+            near = difflib.get_close_matches(module, beside, n=3, cutoff=0.8)
+            modules = tuple(f"{name} ({library.path(name)})" for name in near)
+            status = Status.RENAMED if near else fault.status
+            raise _Fault(status, fault.text, (fault.candidates + modules)[:_SHOWN])
         if file.compiled:
             raise _Fault(Status.UNCHECKED, f"{file.path} is compiled")
         files = [other.path for other in self._tree.all_of(module)]
@@ -313,6 +316,9 @@ class _Checker:
             return
         if holder.is_class and not kinds & {VALUE, FUNCTION}:
             raise _Fault(Status.SHAPE, f"'{name}' is an attribute of each {owner}, not of the class")
+        if holder.is_class and not any(name in cls.members for _, cls in holder.classes):
+            definers = tuple(f"{found.module}:{base.name}.{name}" for _, base in self._owners(found.module, name))
+            raise _Fault(Status.SHAPE, f"{owner} only inherits '{name}': it is the state of another class", definers)
         if not kinds & {VALUE, INSTANCE, FIELD}:
             self._callable_shape(spec, found.bindings, name)
 
@@ -365,14 +371,20 @@ class _Checker:
     # ---- candidates ----
 
     def _absent(self, location: Location, depth: int, text: str, near: dict[str, tuple[str, int]]) -> _Fault:
-        """Renamed where a like name stands in the same place, or the whole path in another module; else gone."""
+        """Renamed where a like name stands in the same place, or the whole path in another module; else gone.
+
+        What another entry is about is no candidate.
+        """
         name = location.path[depth]
-        strong = [f"{place} ({path})" for place, path in self._same(location, "instances")]
-        strong += [f"{place} ({path})" for place, path in self._same(location, "module")]
-        strong += self._near(name, near)
+        same = {place: path for on in ("instances", "module") for place, path in self._same(location, on)}
+        strong = [f"{place} ({path})" for place, path in same.items() if str(place) not in self._known]
+        beside = {
+            other: place for other, place in near.items() if str(_beside(location, depth, other)) not in self._known
+        }
+        strong += self._near(name, beside)
         weak = [] if strong else self._holders(location, name)
         status = Status.RENAMED if strong else Status.GONE
-        return _Fault(status, text, tuple(dict.fromkeys(strong + weak))[:_SHOWN])
+        return _Fault(status, text, tuple((strong + weak)[:_SHOWN]))
 
     def _near(self, name: str, names: dict[str, tuple[str, int]]) -> list[str]:
         close = difflib.get_close_matches(name, sorted(names), n=3, cutoff=_NEAR)
@@ -395,3 +407,8 @@ class _Checker:
             if len(found) >= _SHOWN:
                 break
         return found
+
+
+def _beside(location: Location, depth: int, name: str) -> Location:
+    """The location with another name in the place of the one at ``depth``."""
+    return Location(location.module, (*location.path[:depth], name, *location.path[depth + 1 :]))

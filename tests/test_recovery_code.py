@@ -157,6 +157,7 @@ def test_split_reset_through_a_second_import_and_of_the_codes_own_global(check: 
         ("x = moe.Log.tracker['x']\n    x *= total", 1),
         ("torch._foreach_zero_(tensors)", 1),
         ("helper()", 1),
+        ("other.helper()", 0),  # a method of something else
         ("fresh = torch.empty(3)\n    fresh.zero_()\n    tensors[0].copy_(fresh)", 0),
         ("torch.empty(3).fill_(1)", 0),
         ("count = 0\n    count += len(tensors)", 0),
@@ -187,6 +188,9 @@ def test_in_place_work_on_a_tensor_is_a_fault_in_the_rollback_path(
         ("if A:\n    rt.register_stop_handler(a)\nrt.register_stop_handler(b)", 1),
         ("rt.register_error_handler('x', a)\nrt.register_error_handler('y', b)", 0),
         ("rt.register_error_handler('x', a)\nrt.register_error_handler('x', b)", 1),
+        ("s.register_handler(Kind.A, a)\ns.register_handler(Kind.B, b)", 0),
+        ("s.register_handler(Kind.A, a)\ns.register_handler(Kind.A, b)", 1),
+        ("def a(): pass\ndef b(): pass\nrt.register_stop_handler(a, 1)\nrt.register_stop_handler(b, 2)", 1),
         ("one.register_stop_handler(a)\ntwo.register_stop_handler(b)", 0),
         ("m.register_forward_hook(a)\nm.register_forward_hook(b)", 0),
     ],

@@ -92,6 +92,7 @@ def test_catalogue_fits_the_release(version: str, megatron: Callable[[str], Path
 
 
 @full
+@pytest.mark.timeout(400)
 def test_each_entry_is_found_in_some_release(megatron: Callable[[str], Path], run: Run) -> None:
     found: set[str] = set()
     for version in VERSIONS:
@@ -283,6 +284,7 @@ NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,30}", fullmatch=True)
 
 
 @full
+@pytest.mark.timeout(400)
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from([param for param in targets() if not param.marks]), NAMES)
 def test_no_new_name_hides_the_loss_of_the_old_one(copies: Callable[[str], Copies], param: Any, new: str) -> None:

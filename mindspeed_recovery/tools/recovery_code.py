@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import difflib
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -91,7 +92,8 @@ def check(files: Sequence[SourceFile], library: Library, known: Mapping[str, Seq
     for file in read:
         for reset in file.resets():
             if reset.unresolved:
-                unresolved.add(reset.unresolved)
+                if reset.unresolved.split(".")[0] not in sys.stdlib_module_names:
+                    unresolved.add(reset.unresolved)
             elif (fault := _dead(reset, library, readers, known) or _split(reset, library, readers)) is not None:
                 faults.append(CodeFault(fault[0], file.source.path, reset.line, fault[1]))
     faults += _unsafe_resets(read)
@@ -382,13 +384,22 @@ def _rollback_path(files: Sequence[_File]) -> list[tuple[_File, _Function, _Scop
     waiting = [name for name in by_name if _ROLLBACK.search(name) or name in registered]
     reached = set(waiting)
     while waiting:
-        for _, function, _ in by_name[waiting.pop()]:
+        for _, function, scope in by_name[waiting.pop()]:
             for node in ast.walk(function):
-                name = dotted(node.func).rsplit(".", 1)[-1] if isinstance(node, ast.Call) else ""
+                name = _called(node, scope)
                 if name in by_name and name not in reached:
                     reached.add(name)
                     waiting.append(name)
     return [place for name in sorted(reached) for place in by_name[name]]
+
+
+def _called(node: ast.AST, scope: _Scope) -> str:
+    """The function that a call names: a bare name, one of a module, or a method of the object's own."""
+    if not isinstance(node, ast.Call):
+        return ""
+    owner, _, name = dotted(node.func).rpartition(".")
+    own = owner in ("", "self", "cls") or (isinstance(node.func, ast.Attribute) and scope.module(node.func.value))
+    return name if own else ""
 
 
 def _in_place(node: ast.AST, fresh: set[str], scope: _Scope) -> str | None:
@@ -434,12 +445,13 @@ def _shared(node: ast.AST, scope: _Scope, depth: int = 0) -> bool:
 
 def _slot_overwrites(files: Sequence[_File]) -> Iterator[CodeFault]:
     seen: dict[tuple[str, ...], list[tuple[str, int, Branch]]] = {}
+    functions = {function.name for file in files for function, _ in file.functions}
     for file in files:
         for call, branch in _registrations(file.tree.body):
             name = dotted(call.func)
             if file.scope.target(name.split(".", 1)[0]) is not None:  # a function of a module, however that is called
                 name = name.rsplit(".", 1)[-1]
-            slot = (name, *(repr(a.value) for a in call.args if isinstance(a, ast.Constant)))  # one slot for each key
+            slot = (name, *_keys(call, functions))
             places = seen.setdefault(slot, [])
             for path, line, other in places:
                 if path != file.source.path or not _exclusive(branch, other):
@@ -452,6 +464,16 @@ def _slot_overwrites(files: Sequence[_File]) -> Iterator[CodeFault]:
                     )
                     break
             places.append((file.source.path, call.lineno, branch))
+
+
+def _keys(call: ast.Call, functions: set[str]) -> list[str]:
+    """What chooses the slot: all arguments before the handler; there is one slot for each."""
+    keys: list[str] = []
+    for argument in call.args[:-1]:
+        if isinstance(argument, ast.Lambda) or dotted(argument).rsplit(".", 1)[-1] in functions:
+            break
+        keys.append(ast.unparse(argument))
+    return keys
 
 
 def _registrations(body: Iterable[ast.stmt], branch: Branch = ()) -> Iterator[tuple[ast.Call, Branch]]:

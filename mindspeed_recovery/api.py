@@ -96,7 +96,7 @@ def untrack(name: str) -> None:
 
 
 def states() -> list[dict[str, Any]]:
-    """Every tracked state: name, policy, location, source, number of places here and device bytes.
+    """Every tracked state: name, policy, location, source, number of places here, bytes, devices, bytes of host copies.
 
     Before `enable`: what `track` has declared, with 0 places and bytes. Changes nothing, draws no random numbers.
     """
@@ -110,6 +110,8 @@ def states() -> list[dict[str, Any]]:
             "source": s.source,
             "places": 0,
             "bytes": 0,
+            "device": "",
+            "host_bytes": 0,
         }
         for s in _declared.values()
     ]

@@ -111,18 +111,20 @@ class Catalogue:
         module = re.sub(r"[-.]", "_", self.package)
         return sys.modules.get(module) is not None or importlib.util.find_spec(module) is not None
 
-    def states(self, version: Version | None) -> list[StateSpec]:
-        """The states of one version of the package. Their ``source`` names the version, for messages."""
-        specs = [row.spec for rows in self.entries.values() for row in rows if row.covers(version)]
-        return specs if version is None else self._of(str(version), specs)
-
-    def newest_states(self) -> list[StateSpec]:
-        """The states of a version that is not known: the rows whose range has no end."""
+    def rows(self, version: Version | None, *, unknown: bool = False) -> list[Row]:
+        """The rows of one version. ``unknown``: the package is there but nothing tells its version; taken then are the rows
+        that hold for the newest one."""
         rows = [row for rows in self.entries.values() for row in rows]
-        return self._of("of unknown version", [row.spec for row in rows if row.before is None])
+        return [row for row in rows if (row.before is None if unknown else row.covers(version))]
 
-    def _of(self, version: str, specs: list[StateSpec]) -> list[StateSpec]:
-        return [dataclasses.replace(spec, source=f"{spec.source}, {self.package} {version}") for spec in specs]
+    def states(self, version: Version | None, *, unknown: bool = False) -> list[StateSpec]:
+        """The states of one version of the package; ``unknown``: see `rows`. Their ``source`` names the version, for
+        messages."""
+        specs = [row.spec for row in self.rows(version, unknown=unknown)]
+        if version is None and not unknown:
+            return specs
+        of = "of unknown version" if unknown else str(version)
+        return [dataclasses.replace(spec, source=f"{spec.source}, {self.package} {of}") for spec in specs]
 
 
 def shipped() -> list[Path]:
@@ -146,7 +148,7 @@ def installed_states(files: Iterable[Path | str]) -> list[StateSpec]:
                 raise CatalogueError(f"{file}: entry '{name}': duplicate name, also in {seen[name]}")
             seen[name] = str(file)
         unknown = version is None and catalogue.is_importable()
-        states = catalogue.newest_states() if unknown else catalogue.states(version)
+        states = catalogue.states(version, unknown=unknown)
         if version is not None and not states:
             logger.warning(
                 "%s has no states for %s %s: is it older than the catalogue?", file, catalogue.package, version
@@ -178,20 +180,46 @@ def parse(text: str, file: str) -> Catalogue:
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise CatalogueError(f"{file}: key 'state': write each state as [[state]]")
     entries: dict[str, tuple[Row, ...]] = {}
+    lines = _lines(text, tables)
     for index, table in enumerate(tables, 1):
         name = table.get("name")
         where = f"{file}: entry '{name}'" if isinstance(name, str) else f"{file}: entry number {index}"
         if not isinstance(name, str):
             raise CatalogueError(f"{where}: key 'name': every state needs a name")
-        for state, rows in _entry(table, package, Path(file).name, where).items():
+        at = [f"{Path(file).name}:{line}" if line else Path(file).name for line in lines[index - 1]]
+        for state, rows in _entry(table, package, at, where).items():
             if state in entries:
                 raise CatalogueError(f"{where}: key 'name': duplicate name")
             entries[state] = rows
     return Catalogue(file, package, version_from, entries)
 
 
-def _entry(table: dict[str, Any], package: str | None, file_name: str, where: str) -> dict[str, tuple[Row, ...]]:
-    """The states of one entry, by name, each with its rows."""
+def _lines(text: str, tables: list[dict[str, Any]]) -> list[list[int]]:
+    """For each state the lines on which its rows stand (tomllib tells none): the line of its table where they cannot be
+    told apart, 0 where the tables cannot."""
+    heads: list[int] = []
+    rows: list[list[int]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if re.match(r"\s*\[\[\s*state\s*\]\]", line):
+            heads.append(number)
+            rows.append([])
+        elif rows and not line.lstrip().startswith("#"):
+            rows[-1] += [number] * len(re.findall(r"\bversions\s*=", line))
+    if len(heads) != len(tables):
+        return [[0] * _row_count(table) for table in tables]
+    return [
+        found if len(found) == _row_count(table) else [head] * _row_count(table)
+        for table, head, found in zip(tables, heads, rows)
+    ]
+
+
+def _row_count(table: dict[str, Any]) -> int:
+    rows = table.get("at")
+    return max(len(rows), 1) if isinstance(rows, list) else 1
+
+
+def _entry(table: dict[str, Any], package: str | None, places: list[str], where: str) -> dict[str, tuple[Row, ...]]:
+    """The states of one entry, by name, each with its rows. ``places``: file and line of each row."""
     _check_keys(table, _STATE_KEYS, where)
     for key in ("why", "policy"):
         if not _typed(table, key, str, where):
@@ -200,7 +228,7 @@ def _entry(table: dict[str, Any], package: str | None, file_name: str, where: st
         raise CatalogueError(f"{where}: give either 'at' (rows of version ranges) or one 'location'")
     common = {key: table[key] for key in _OPTIONS if key in table}
     if "location" in table:
-        specs = _specs(table, {**common, "location": table["location"]}, file_name, where)
+        specs = _specs(table, {**common, "location": table["location"]}, places[0], where)
         return {spec.name: (Row(None, None, spec),) for spec in specs}
     if package is None:
         raise CatalogueError(f"{where}: key 'at': version ranges need a 'package' at the top of the file")
@@ -220,7 +248,7 @@ def _entry(table: dict[str, Any], package: str | None, file_name: str, where: st
             )
         end = before
         options = {**common, **{key: value for key, value in row.items() if key != "versions"}}
-        for spec in _specs(table, options, file_name, at):
+        for spec in _specs(table, options, places[number - 1], at):
             result[spec.name] = (*result.get(spec.name, ()), Row(since, before, spec))
     if not result:
         raise CatalogueError(f"{where}: key 'at': no rows")
@@ -241,14 +269,14 @@ def _range(row: dict[str, Any], where: str) -> tuple[Version, Version | None]:
     return since, before
 
 
-def _specs(table: dict[str, Any], options: dict[str, Any], file_name: str, where: str) -> list[StateSpec]:
+def _specs(table: dict[str, Any], options: dict[str, Any], source: str, where: str) -> list[StateSpec]:
     """The states at the location, or locations, of one row."""
     value = _typed(options, "location", _LOCATION, where)
     if value is None:
         raise CatalogueError(f"{where}: key 'location': missing")
     texts = [text for item in (value if isinstance(value, list) else [value]) for text in _braces(item, where)]
     if texts == [value]:
-        return [_spec(table, {**options, "location": value}, table["name"], file_name, where)]
+        return [_spec(table, {**options, "location": value}, table["name"], source, where)]
     if not texts:
         raise CatalogueError(f"{where}: key 'location': an empty list")
     specs: dict[str, StateSpec] = {}
@@ -257,7 +285,7 @@ def _specs(table: dict[str, Any], options: dict[str, Any], file_name: str, where
         name, number = f"{table['name']}.{last}", 2
         while name in specs:
             name, number = f"{table['name']}.{last}-{number}", number + 1
-        specs[name] = _spec(table, {**options, "location": text}, name, file_name, where)
+        specs[name] = _spec(table, {**options, "location": text}, name, source, where)
     return list(specs.values())
 
 
@@ -268,7 +296,7 @@ def _braces(text: Any, where: str) -> list[str]:
     return [text] if match is None else [match[1] + name.strip() for name in match[2].split(",")]
 
 
-def _spec(table: dict[str, Any], options: dict[str, Any], name: str, file_name: str, where: str) -> StateSpec:
+def _spec(table: dict[str, Any], options: dict[str, Any], name: str, source: str, where: str) -> StateSpec:
     policy = table["policy"]
     if policy not in set(map(str, Policy)):
         raise CatalogueError(f"{where}: key 'policy': unknown policy '{policy}'; one of {', '.join(map(str, Policy))}")
@@ -284,7 +312,7 @@ def _spec(table: dict[str, Any], options: dict[str, Any], name: str, file_name: 
         raise CatalogueError(f"{where}: key 'fields': a list of attribute names")
     try:
         return StateSpec(
-            name=name, location=location, policy=Policy(policy), why=table["why"], source=file_name, **options
+            name=name, location=location, policy=Policy(policy), why=table["why"], source=source, **options
         )
     except StateError as error:
         raise CatalogueError(f"{where}: {str(error).split(': ', 1)[1]}") from None

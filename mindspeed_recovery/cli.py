@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 
@@ -18,14 +17,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mindspeed-recovery", description=__doc__)
     parser.add_argument("--version", action="version", version=f"mindspeed-recovery {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    states = commands.add_parser(
-        "states", help="list the states that the installed versions have", description=_states.__doc__
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--source",
+        action="append",
+        default=[],
+        metavar="DIR|FILE.whl",
+        help="a source tree (the folder in which the packages lie) or a wheel, instead of what is installed; repeatable",
     )
-    states.add_argument(
+    common.add_argument(
         "--catalogue", action="append", metavar="FILE", help="a TOML file instead of the shipped ones; repeatable"
     )
-    states.add_argument("--json", action="store_true", help="print JSON")
+    common.add_argument("--json", action="store_true", help="print JSON")
+
+    states = commands.add_parser(
+        "states", parents=[common], help="list what is tracked, for the installed or for given versions"
+    )
+    states.add_argument(
+        "--for",
+        action="append",
+        default=[],
+        dest="versions",
+        metavar="PACKAGE==VERSION",
+        help="this version, whether it is installed or not; repeatable",
+    )
     states.set_defaults(run=_states)
+
+    verify = commands.add_parser(
+        "verify",
+        parents=[common],
+        help="check that the catalogue fits an upstream, and read recovery code for known faults",
+        epilog="Nothing is imported. Exit code: 0 all is well, 1 an entry or the recovery code is at fault, 2 bad use.",
+    )
+    verify.add_argument("code", nargs="*", metavar="CODE", help="files or folders of recovery code to read as well")
+    verify.add_argument("--all", action="store_true", help="show the entries that were found, too")
+    verify.set_defaults(run=_verify)
+
     diagnose.add_command(commands)
     args = parser.parse_args(argv)
     try:
@@ -36,19 +63,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _states(args: argparse.Namespace) -> int:
-    """List the states of the catalogue for the versions of the upstream packages that are installed."""
-    specs = catalogue.installed_states(args.catalogue or catalogue.shipped())
-    if args.json:
-        keys = ("name", "policy", "location", "why", "source")
-        print(json.dumps([{key: str(getattr(spec, key)) for key in keys} for spec in specs], indent=2))
-        return 0
-    if not specs:
-        print("no package of the catalogue is installed here")
-        return 0
-    name, policy = max(len(spec.name) for spec in specs), max(len(str(spec.policy)) for spec in specs)
-    for spec in specs:
-        print(f"{spec.name:<{name}}  {spec.policy!s:<{policy}}  {spec.location}")
-    return 0
+    from mindspeed_recovery.tools import states_command
+
+    return states_command.run(args.catalogue or catalogue.shipped(), args.source, args.versions, as_json=args.json)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from mindspeed_recovery.tools import verify_command
+
+    files = args.catalogue or catalogue.shipped()
+    return verify_command.run(args.source, args.code, files, as_json=args.json, show_all=args.all)
 
 
 if __name__ == "__main__":

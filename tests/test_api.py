@@ -244,7 +244,7 @@ def test_untrack_stops_a_state_of_the_catalogue(
     file = tmp_path / "mine.toml"
     file.write_text('[[state]]\nname = "t"\nwhy = "sums"\npolicy = "reset"\nlocation = "toy_api:TRACKER"\n')
     plugin.enable(catalogues=[file], memory=memory)
-    assert [(state["name"], state["source"]) for state in plugin.states()] == [("t", "mine.toml")]
+    assert [(state["name"], state["source"]) for state in plugin.states()] == [("t", "mine.toml:1")]
     plugin.untrack("t")
     assert plugin.states() == []
 

@@ -59,7 +59,34 @@ def test_row_options_are_added_to_those_of_the_entry() -> None:
     assert (str(old.clear), old.fields) == ("toy.old:clear", ())
     assert (new.clear, new.fields) == (None, ("values",))
     assert (old.policy, old.why) == (Policy.RESET, "partial sums")
-    assert (old.source, new.source) == ("toy.toml, toy-core 0.9", "toy.toml, toy-core 0.13")
+    assert (old.source, new.source) == ("toy.toml:11, toy-core 0.9", "toy.toml:12, toy-core 0.13")
+
+
+def test_each_row_knows_its_line() -> None:
+    rows = catalogue.parse(GOOD, "toy.toml").entries["tracker"]
+    for row in rows:
+        line = GOOD.splitlines()[int(row.spec.source.split(":")[1]) - 1]
+        assert str(row.spec.location) in line
+
+
+@pytest.mark.parametrize(
+    ("rows", "lines"),
+    [
+        ('[{ versions = ">=1,<2", location = "a:b" }, { versions = ">=2", location = "a:c" }]', [7, 7]),
+        ('[\n  # { versions = ">=0,<1", location = "a:a" },\n  { versions = ">=1", location = "a:b" },\n]', [9]),
+        ('[\n  { "versions" = ">=1", location = "a:b" },\n]', [3]),
+    ],
+    ids=["one line", "comment", "quoted key"],
+)
+def test_line_of_a_row_that_cannot_be_told_is_that_of_its_table(rows: str, lines: list[int]) -> None:
+    loaded = catalogue.parse(f"{HEAD.rstrip()}\nat = {rows}\n", "toy.toml")
+    assert [row.spec.source for row in loaded.entries["tracker"]] == [f"toy.toml:{line}" for line in lines]
+
+
+def test_no_line_is_better_than_a_wrong_one() -> None:
+    text = STATE.replace('"partial sums"', '"""\n[[state]]\n"""') + 'location = "a:b"'
+    (row,) = catalogue.parse(text, "toy.toml").entries["tracker"]
+    assert row.spec.source == "toy.toml"
 
 
 def test_file_without_a_package_gives_one_location() -> None:
@@ -311,7 +338,7 @@ def test_every_shipped_file_knows_a_source_checkout_by_its_loaded_module(
         assert loaded.package is not None
         monkeypatch.setitem(sys.modules, loaded.package.replace("-", "_"), ModuleType("loaded"))
         assert loaded.is_importable()
-        assert loaded.newest_states()
+        assert loaded.states(None, unknown=True)
 
 
 # ---------------------------------------------------------------- an entry of several states

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -139,7 +140,7 @@ def test_a_catalogue_that_does_not_fit_is_refused_with_entry_version_and_candida
         """,
     )
     assert "rng-tracker" in output
-    assert "old.toml, megatron-core 0.19.2" in output
+    assert re.search(r"old\.toml:\d+, megatron-core 0\.19\.2", output)
     assert "candidates: _CUDA_RNG_STATE_TRACKER" in output
 
 

@@ -1122,7 +1122,32 @@ def test_summary_counts_states_and_bytes(make_module: Callable[..., Any], start:
     session = start(spec("toy:STATE", "snapshot"), spec("toy:OTHER", "snapshot", name="other"))
     session.begin_step(1)
     session.before_update(1)
-    assert session.summary() == "2 states tracked, 1 present here (16 bytes; 32 bytes of host copies)"
+    assert session.summary().splitlines() == [
+        "2 states tracked, 1 present here (16 bytes; 32 bytes of host copies)",
+        "  state  snapshot   16 bytes on cpu; 32 bytes of host copies",
+    ]
+
+
+def test_host_copy_bytes_in_the_summary_are_those_that_are_held(
+    make_module: Callable[..., Any], start: Callable[..., Session]
+) -> None:
+    make_module(
+        "toy", A=torch.ones(1), B=torch.ones(2), C={"sum": torch.ones(4)}, D=torch.ones(8), E=torch.ones(16), N=3
+    )
+    session = start(
+        spec("toy:A", "snapshot", name="a"),
+        spec("toy:B", "replicate", name="b", settled="after-update"),
+        spec("toy:C", "reset", name="c", replay=True),
+        spec("toy:D", "reset", name="d"),
+        spec("toy:E", "constant", name="e"),
+        spec("toy:N", "snapshot", name="n"),
+    )
+    session.begin_step(1)
+    session.before_update(1)
+    held = {d["name"]: d["host_bytes"] for d in map(session.registry.describe, session.registry)}
+    assert held == {"a": 8, "b": 8, "c": 16, "d": 0, "e": 64, "n": 0}
+    assert sum(held.values()) == session.copies.nbytes + 64, "the constant's copy is in no slot"
+    assert session.summary().splitlines()[-1] == "  n  snapshot   on the host; 0 bytes of host copies"
 
 
 def test_ignored_state_is_left_alone(

@@ -84,6 +84,13 @@ class StateSpec:
     optional: bool = False
     source: str = field(default="", compare=False)
 
+    @property
+    def host_copies(self) -> int:
+        """How many host copies are held: the constant's one, the tracker's sums for the log line, or those of the step."""
+        if self.policy.copied:
+            return 1 if self.settled == "after-update" else 2
+        return int(self.policy is Policy.CONSTANT or self.replay)
+
     def __post_init__(self) -> None:
         problem = self._problem()
         if problem:

@@ -199,17 +199,23 @@ class Registry:
             container.release(place)
 
     def describe(self, state: TrackedState) -> dict[str, Any]:
-        """Name, policy, location, source, number of places here and bytes of a state, for people."""
+        """Name, policy, location, source, number of places here, bytes, devices and host-copy bytes of a state, for people.
+
+        ``host_bytes`` is what its copies hold once both of a step have been taken.
+        """
         try:
             places = [] if state.spec.policy is Policy.IGNORED else [p for p in state.places() if p.get() is not None]
             leaves = [tensor for place in places for _, tensor in values.tensors(place.get())]
         except QuarantineError:  # a recovery is under way
             places, leaves = [], []
+        size = sum({values.storage_key(tensor): nbytes(tensor) for tensor in leaves}.values())
         return {
             "name": state.name,
             "policy": str(state.spec.policy),
             "location": str(state.spec.location),
             "source": state.spec.source,
             "places": len(places),
-            "bytes": sum({values.storage_key(tensor): nbytes(tensor) for tensor in leaves}.values()),
+            "bytes": size,
+            "device": ", ".join(sorted({str(tensor.device) for tensor in leaves})),
+            "host_bytes": 0 if state.too_large else size * state.spec.host_copies,
         }

@@ -122,14 +122,18 @@ class Session:
         unsafe.annotate(error, self.registry, self.memory)
 
     def summary(self) -> str:
-        """What is tracked, in one line."""
+        """What is tracked: one line of totals, and one for each state that is present here."""
         described = [self.registry.describe(state) for state in self._protected()]
         here = [d for d in described if d["places"]]
-        size = sum(d["bytes"] for d in here)
-        copied = sum(d["bytes"] * (2 if Policy(d["policy"]).copied else d["policy"] == Policy.CONSTANT) for d in here)
-        return (
+        size, copied = sum(d["bytes"] for d in here), sum(d["host_bytes"] for d in here)
+        lines = [
             f"{len(described)} states tracked, {len(here)} present here ({size} bytes; {copied} bytes of host copies)"
-        )
+        ]
+        width = max((len(d["name"]) for d in here), default=0)
+        for d in here:
+            where = f"{d['bytes']} bytes on {d['device']}" if d["device"] else "on the host"
+            lines.append(f"  {d['name']:<{width}}  {d['policy']:<9}  {where}; {d['host_bytes']} bytes of host copies")
+        return "\n".join(lines)
 
     def _adopt(self, state: TrackedState) -> None:
         self._check_size(state)

@@ -307,7 +307,10 @@ def test_package_without_a_version_has_the_newest_rows_once_it_is_loaded(
     assert catalogue.installed_states([checkout]) == []
     make_module("toy_checkout")
     [spec] = catalogue.installed_states([checkout])
-    assert (str(spec.location), spec.source) == ("toy.new:_TRACKER", "checkout.toml, toy-checkout of unknown version")
+    assert (str(spec.location), spec.source) == (
+        "toy.new:_TRACKER",
+        "checkout.toml:12, toy-checkout of unknown version",
+    )
 
 
 def test_package_without_a_version_is_found_on_the_path_and_not_imported(

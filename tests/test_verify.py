@@ -43,7 +43,9 @@ NOT_IN_WHEELS = {
     "nccl-ep-required-tokens": "from 0.20 on, which is not released",
     "rng-cpu": "torch binds this name in C++",
     "rng-numpy": "numpy.random.mtrand is a compiled module",
-    "rng-npu": "in torch_npu, which cannot be installed without the NPU's driver",
+    "gtp-bookkeeping.graph-wgrad-rings": "from 0.20 on, which is not released",
+    "gtp-bookkeeping.pools": "from 0.20 on, which is not released",
+    "legacy-feature-bank": "megatron.legacy is in checkouts of Megatron-LM only",
 }
 """Entries whose location no text of a wheel shows, and why. `test_generators_that_no_text_shows_are_there` checks two."""
 
@@ -87,7 +89,7 @@ def test_catalogue_fits_the_release(version: str, megatron: Callable[[str], Path
         if entry["status"] == "optional":
             assert not (tree / module).is_dir(), entry
             assert not (tree / module.with_suffix(".py")).exists(), entry
-        if entry["location"].startswith("megatron."):
+        if entry["location"].startswith("megatron.") and entry["entry"] not in NOT_IN_WHEELS:
             assert entry["status"] == "found", entry
 
 
@@ -119,7 +121,9 @@ def test_wheel_gives_the_same_as_its_unpacked_folder(megatron: Callable[[str], P
     code, report = run("verify", "--source", packed)
     assert code == 0
     assert statuses(report) == statuses(run("verify", "--source", root)[1])
-    places = [entry["place"] for entry in report["sources"][0]["entries"] if entry["location"].startswith("megatron")]
+    places = [entry["place"] for entry in report["sources"][0]["entries"] if entry["location"].startswith("megatron.")]
+    places = [place for place in places if place]
+    assert len(places) > 50
     assert all(re.fullmatch(rf"{packed.name}/megatron/[\w/]+\.py:\d+", place) for place in places)
 
 
@@ -224,7 +228,7 @@ def targets() -> list[Any]:
         else:
             continue
         location = row.spec.location
-        if location.module.startswith("megatron."):
+        if location.module.startswith("megatron.") and name not in NOT_IN_WHEELS:
             marks = () if version in CI_VERSIONS else full
             result.append(pytest.param(version, name, location, id=name, marks=marks))
     return result
@@ -232,9 +236,8 @@ def targets() -> list[Any]:
 
 def test_all_entries_but_those_outside_of_megatron_are_tried() -> None:
     tried = {param.id for param in targets()}
-    foreign = {"rng-cpu", "rng-cuda", "rng-npu", "rng-python", "rng-numpy"}
-    unreleased = {name for name, why in NOT_IN_WHEELS.items() if "not released" in why}
-    assert tried | foreign | unreleased == set(catalogue.load(CATALOGUE).entries)
+    foreign = {"rng-cpu", "rng-cuda", "rng-python", "rng-numpy"}
+    assert tried | foreign | set(NOT_IN_WHEELS) == set(catalogue.load(CATALOGUE).entries)
 
 
 @pytest.mark.parametrize(("version", "entry", "location"), targets())
@@ -302,7 +305,7 @@ def test_no_new_name_hides_the_loss_of_the_old_one(copies: Callable[[str], Copie
 
 MODULE = """
 import functools
-from toy.other import BORROWED
+from toy.other import BORROWED, Workspace
 
 TRACKER = {}
 BOX = None
@@ -339,7 +342,7 @@ TOY = {
     "toy/__init__.py": "",
     "toy/info.py": "__version__ = '1.2.3'",
     "toy/mod.py": MODULE,
-    "toy/other.py": "BORROWED = []\n",
+    "toy/other.py": "BORROWED = []\nclass Workspace:\n    def __init__(self): self.buffer = {}\n",
 }
 
 
@@ -382,6 +385,8 @@ GOOD = [
     'policy = "reset"\non = "instances"\nlocation = "toy.mod:Derived.total"',
     'policy = "reset"\nlocation = "toy.mod:BOX"\nclear = "toy.mod:clear"',
     'policy = "reset"\nlocation = "toy.mod:TRACKER"\nfields = ["total"]',  # a text in the module: a key of the dict
+    'policy = "reset"\nlocation = "toy.mod:BOX"\nfields = ["buffer"]',  # of a class that the module imports
+    'policy = "ignored"\nlocation = "toy.mod:plain"',
 ]
 
 
@@ -428,6 +433,13 @@ def test_entry_that_does_not_fit_says_how(entry: str, toy: Callable[..., dict[st
         assert not finding["candidates"] or status == "gone"
     else:
         assert candidate in finding["candidates"][0]
+
+
+@pytest.mark.parametrize("location", ["toy.mod:TRACKERS", "toy.zzz.yyy:_QUEUE", "toy.mod:Counter.shares"])
+def test_what_only_some_builds_have_may_be_absent(location: str, toy: Callable[..., dict[str, Any]]) -> None:
+    entry = f'policy = "reset"\nlocation = "{location}"'
+    assert toy(entry)["status"] in ("renamed", "gone")
+    assert toy(entry + "\noptional = true")["status"] == "optional"
 
 
 TRACKER = 'policy = "snapshot"\nlocation = "toy.mod:Tracker.sums"'

@@ -42,7 +42,7 @@ class Status(str, Enum):
     UNREADABLE = "unreadable"
     """Its file cannot be parsed."""
     OPTIONAL = "optional"
-    """Its package is not part of this source."""
+    """Its package is not part of this source, or its entry says that only some builds have it."""
     UNCHECKED = "unchecked"
     """In a compiled module, which has no text."""
 
@@ -158,11 +158,13 @@ class _Checker:
         try:
             return Finding(*about, Status.FOUND, self._state(spec))
         except _Fault as fault:
-            return Finding(*about, fault.status, "", fault.text, fault.candidates)
+            absent = fault.status in (Status.GONE, Status.RENAMED)
+            status = Status.OPTIONAL if spec.optional and absent else fault.status
+            return Finding(*about, status, "", fault.text, fault.candidates)
 
     def _state(self, spec: StateSpec) -> str:
         """File and line of the state. Raises _Fault."""
-        holder, found = self._locate(spec.location)
+        holder, found = self._locate(spec.location, once=spec.policy is not Policy.IGNORED)
         if holder.classes:
             self._class_shape(spec, holder, found)
         else:
@@ -176,7 +178,7 @@ class _Checker:
 
     # ---- where ----
 
-    def _locate(self, location: Location) -> tuple[_Holder, Defined]:
+    def _locate(self, location: Location, *, once: bool = True) -> tuple[_Holder, Defined]:
         module, path = location.module, location.path
         self._module_here(location)
         first = self._library.lookup(module, path[0])
@@ -186,7 +188,8 @@ class _Checker:
             names = self._library.symbols(module)
             near = {name: (module, found[0].line) for name, found in names.names.items()} if names else {}
             raise self._absent(location, 0, f"{module} has no '{path[0]}'", near)
-        self._once(first, path[0])
+        if once:
+            self._once(first, path[0])
         holder, found = _Holder(), first
         for depth, name in enumerate(path[1:], 1):
             classes, is_class = self._what(found)
@@ -201,7 +204,8 @@ class _Checker:
                 owner = " / ".join(sorted({cls.name for _, cls in classes})) or f"what stands at '{path[depth - 1]}'"
                 raise self._absent(location, depth, f"{owner} has no '{name}'", near)
             found = inner[0]
-            self._once(found, name)
+            if once:
+                self._once(found, name)
         return holder, found
 
     def _module_here(self, location: Location) -> None:
@@ -328,6 +332,8 @@ class _Checker:
             return
         if CLASS in kinds:
             raise _Fault(Status.SHAPE, f"'{name}' is a class")
+        if spec.policy is Policy.IGNORED:
+            return  # nothing is done to it, whatever it is
         if spec.policy is not Policy.DROP and FUNCTION in kinds:
             raise _Fault(Status.SHAPE, f"'{name}' is a function")
         if FUNCTION in kinds and not any(binding.cached for binding in bindings):
@@ -337,6 +343,7 @@ class _Checker:
         if not spec.fields:
             return
         classes, _ = self._what(found)
+        texts = self._library.texts(found.module)
         for name in spec.fields:
             if classes:
                 kinds = {k for at, cls in classes for k in self._library.member_kinds(at, cls, name)}
@@ -348,11 +355,16 @@ class _Checker:
                     raise _Fault(
                         Status.SHAPE, f"{owner} has no attribute '{name}' (fields)", tuple(self._near(name, names))
                     )
-            else:  # a dict: its keys are texts
-                keys = self._library.texts(found.module)
-                if name not in keys:
-                    near = difflib.get_close_matches(name, sorted(keys), n=3, cutoff=_NEAR)
-                    raise _Fault(Status.SHAPE, f"nothing in {found.module} uses the key '{name}' (fields)", tuple(near))
+            elif name not in texts and not self._known_member(found.module, name):  # the keys of a dict are texts
+                near = difflib.get_close_matches(name, sorted(texts), n=3, cutoff=_NEAR)
+                raise _Fault(Status.SHAPE, f"nothing in {found.module} uses the key '{name}' (fields)", tuple(near))
+
+    def _known_member(self, module: str, name: str) -> bool:
+        """Whether a class that the module defines or imports has an attribute ``name``: an object set from outside its class
+        tells no type."""
+        symbols = self._library.symbols(module)
+        classes = (found for top in (symbols.names if symbols else ()) for found in self._library.classes(module, top))
+        return any(self._library.member(at, cls, name) is not None for at, cls in classes)
 
     def _clear(self, location: Location) -> None:
         try:

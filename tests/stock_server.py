@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`rank_server` for the stock loop: the ranks run ``examples/pretrain_gpt.py``. ``prepare`` is called without a job object.
 
-The reports of a rank are those that its training loop kept.
+The reports of a rank are those that its training loop kept. A job with ``tft`` runs under the stand-in of MindIO TFT; its
+value holds the options of `mindio_stock.use`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import socket
 import sys
 from typing import Any
 
+import mindio_stock
 import rank_server
 
 # ---- what `prepare` may name: changes to the framework before a rank's job begins ------------------------------------------
@@ -61,6 +63,7 @@ def run_rank(example: Any, job: dict[str, Any], rank: int, listener: socket.sock
 
     from mindspeed_recovery.frameworks import megatron_loop
 
+    port = listener.getsockname()[1]
     store = rank_server.join(job, rank, listener)
     torch.manual_seed(0)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["world_size"])}
@@ -69,6 +72,12 @@ def run_rank(example: Any, job: dict[str, Any], rank: int, listener: socket.sock
     if prepare is not None:
         prepare()
     sys.argv[:] = ["pretrain_gpt.py", *job["argv"]]
+    if job.get("tft"):
+
+        def client() -> Any:
+            return torch.distributed.TCPStore("127.0.0.1", port, job["world_size"], is_master=False, use_libuv=True)
+
+        mindio_stock.use(example, rank, job["world_size"], client, **job["tft"])
     code = example.main(store)
     rank_server.leave(job, rank, store, megatron_loop.reports())
     return code

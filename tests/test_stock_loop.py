@@ -3,130 +3,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
-from clusters import ROOT, Run
+from clusters import Run, StockCluster
+from equal import ON, assert_equal, console, faults
 
 from mindspeed_recovery.frameworks import megatron_loop
 from mindspeed_recovery.frameworks.megatron_reentry import RecordedIterator
-from mindspeed_recovery.testing.compare import compare_scalars, compare_states
 
 pytestmark = pytest.mark.timeout(120)
-
-ON = "--enable-recovery-safe-globals"
-OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
-LAYOUTS = {
-    "overlap": OVERLAP,
-    "ep2": ["--expert-model-parallel-size", "2", *OVERLAP],
-    "dp2": [],
-    "pp2": ["--pipeline-model-parallel-size", "2", "--micro-batch-size", "4"],
-}
-
-
-class StockCluster:
-    """A parent process that has imported Megatron and the example, and forks two ranks for each job."""
-
-    def __init__(self, megatron: Path, folder: Path) -> None:
-        self._folder, self._jobs = folder, 0
-        self._baselines: dict[tuple[str, ...], Run] = {}
-        environment = os.environ | {
-            "PYTHONPATH": f"{megatron}{os.pathsep}{ROOT}",
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
-        self._log = (folder / "server.log").open("w")
-        self._process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "stock_server.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=environment,
-        )
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if line.strip() == "ready":
-            line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("the rank server ended:\n" + (self._folder / "server.log").read_text()[-4000:])
-        return line
-
-    def run(self, layout: str, *options: str, prepare: str = "", **settings: Any) -> Run:
-        self._jobs += 1
-        folder = self._folder / f"{self._jobs:03}"
-        folder.mkdir()
-        argv = [*LAYOUTS[layout], "--tensorboard-dir", f"{folder}/tb", "--save-final", f"{folder}/final", *options]
-        job = {
-            "argv": argv,
-            "world_size": 2,
-            "out": str(folder),
-            "timeout": 60,
-            "prepare": prepare,
-            "options": settings,
-        }
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        return Run(folder, json.loads(self._answer()))
-
-    def baseline(self, layout: str, *options: str) -> Run:
-        """The run without a fault and without the plugin."""
-        key = (layout, *options)
-        if key not in self._baselines:
-            run = self.run(layout, *options)
-            assert run.ended_well, run.tail()
-            self._baselines[key] = run
-        return self._baselines[key]
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
-        self._log.close()
-
-
-@pytest.fixture(scope="module")
-def stock(megatron, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StockCluster]:
-    cluster = StockCluster(megatron("0.19.2"), tmp_path_factory.mktemp("stock"))
-    yield cluster
-    cluster.close()
-
-
-def console(run: Run) -> list[str]:
-    """The log lines of a run, without times."""
-    lines = []
-    for line in run.log(1).splitlines():
-        match = re.search(r"(iteration +\d+/.*consumed samples: +\d+ \|).*?per iteration \(ms\): [\d.]+ \|(.*)", line)
-        if match:
-            lines.append(match[1] + match[2])
-        elif "validation loss at" in line:
-            lines.append(line.strip())
-    return lines
-
-
-def assert_equal(run: Run, baseline: Run) -> None:
-    assert run.ended_well, run.tail()
-    scalars = compare_scalars(baseline.folder / "tb", run.folder / "tb")
-    assert scalars.compared > 100
-    assert scalars.identical, scalars.differences[:10]
-    for rank in (0, 1):
-        states = compare_states(f"{baseline.folder}/final.rank{rank}", f"{run.folder}/final.rank{rank}")
-        assert states.identical, (rank, states.differences[:10])
-
-
-def faults(*specs: str) -> list[str]:
-    return [option for spec in specs for option in ("--fault", spec)]
 
 
 def check(stock: StockCluster, layout: str, *specs: str, options: tuple[str, ...] = ()) -> Run:

@@ -21,9 +21,9 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from mindspeed_recovery.core.session import Session
 from mindspeed_recovery.errors import RecoveryFailed
@@ -41,6 +41,19 @@ logger = logging.getLogger("mindspeed_recovery")
 
 Original = Callable[[], Any]
 
+_UNFINISHED = "unfinished-"
+
+
+class Duties(Protocol):
+    """What a training loop does after the log line of a step: an evaluation, a checkpoint. All ranks do it, or none."""
+
+    def unfinished(self, step: int) -> Mapping[str, bool]:
+        """Whether this rank has something of ``step`` still to do, by name; the names are the same on every rank."""
+
+    def rolled_back(self, step: int, owed: Mapping[str, bool] | None) -> None:
+        """Training goes on after ``step``, and begins with what is ``owed``: any rank had it to do. None: the ranks could
+        not agree. Called before the adaptor goes back in its data."""
+
 
 class Recovery:
     """Drives the session that ``session()`` returns (None while there is none) through the recoveries of one process."""
@@ -50,12 +63,13 @@ class Recovery:
         decorator: ModuleType,
         session: Callable[[], Session | None],
         sink: Callable[[], LogSink | None],
+        duties: Callable[[], Duties | None],
         *,
         max_retries: int,
         timeout: float,
         copy_before_update: bool,
     ) -> None:
-        self._decorator, self._session, self._sink = decorator, session, sink
+        self._decorator, self._session, self._sink, self._duties = decorator, session, sink, duties
         self._copy_before_update = copy_before_update
         self.window = UpdateWindow()
         self.agreement = Agreement(timeout)
@@ -171,9 +185,11 @@ class Recovery:
         loaded = adaptor.checkpoint_loaded() or (self._plan is not None and self._plan.loads_checkpoint)
         step = arguments.iteration if loaded else tft_step
         replay = False
+        duties = self._duties()
+        owed: Mapping[str, bool] | None = {} if loaded else None  # a checkpoint is saved when all else is done
         if not loaded:
             try:
-                replay = self._settle_log_line(session, adaptor, arguments, step)
+                replay, owed = self._settle_step(session, adaptor, arguments, step, duties)
             except RecoveryFailed:
                 raise
             except Exception as error:
@@ -183,6 +199,8 @@ class Recovery:
         sink = self._sink()
         if sink is not None:
             self._harmless("log", lambda: sink.rollback(step))
+        if duties is not None:
+            self._harmless("evaluation and checkpoint", lambda: duties.rolled_back(step, owed))
         restore = functools.partial(session.before_rollback, step, replay=replay, from_checkpoint=loaded)
         self._harmless("before rollback", restore)
         result = code(original(), "rollback")
@@ -202,8 +220,11 @@ class Recovery:
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 
-    def _settle_log_line(self, session: Session, adaptor: Layout, arguments: Any, step: int) -> bool:
-        """Whether the log line of ``step`` is written again, alike on every rank; also refuses to lose a step.
+    def _settle_step(
+        self, session: Session, adaptor: Layout, arguments: Any, step: int, duties: Duties | None
+    ) -> tuple[bool, Mapping[str, bool] | None]:
+        """Whether the log line of ``step`` is written again, and what else of it is owed (None: no agreement), alike on
+        every rank; also refuses to lose a step.
 
         The adaptor decides on each rank by itself: it replays where ``iteration`` is not the step that it rolls back to.
         Ranks set ``iteration`` after their own part of logging, so one may have done so and another not; the replay's
@@ -218,6 +239,8 @@ class Recovery:
         owed, mute = known < step, values is not None and values.losses_reduced_ is None
         lost = self.window.loses_a_step(step, repaired)
         votes = {"owed": owed, "mute": mute, "lost": lost}
+        unfinished = duties.unfinished(step) if duties is not None else {}
+        votes |= {f"{_UNFINISHED}{name}": value for name, value in unfinished.items()}
         recovery = str(getattr(self._decorator, "repair_id_", ""))
         counts = None
         try:
@@ -237,7 +260,7 @@ class Recovery:
                 self.window.done,
             )
         if counts is None:
-            return arguments.iteration != step and not mute  # what the adaptor will do
+            return arguments.iteration != step and not mute, None  # what the adaptor will do
         replay = counts["owed"] > 0 and counts["mute"] == 0
         if counts["owed"] and not replay:
             logger.warning("the log line of step %d is missing: not every rank has its losses any more", step)
@@ -245,7 +268,7 @@ class Recovery:
             arguments.iteration = step
         elif arguments.iteration == step:
             arguments.iteration = step - 1
-        return replay
+        return replay, {name: counts[f"{_UNFINISHED}{name}"] > 0 for name in unfinished}
 
     def _exchange_states(self, session: Session, plan: RepairPlan) -> None:
         """States move between the ranks of a repair here, if the session can send and receive them.

@@ -25,7 +25,6 @@ Optimizer = TTPReplicaOptimizer
 
 
 def tft_register_processor():
-    tft_set_optimizer_replica(framework.rank(), framework.replica_info())
     tft_register_save_ckpt_handler(save_callback)
     tft_register_stop_handler(stop_callback)
     tft_register_clean_handler(clean_callback)
@@ -39,6 +38,7 @@ def train_wrapper(train):
     @tft_exception_handler
     def tft_train(*args, **kwargs):
         set_mindio_export_version("MindSpeed-LLM")
+        tft_set_optimizer_replica(framework.rank(), framework.replica_info())
         return train(*args, **kwargs)
 
     return tft_train

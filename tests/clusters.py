@@ -26,7 +26,7 @@ STOCK_LAYOUTS = {
     "bf16": ["--bf16"],
     "pp2": ["--pipeline-model-parallel-size", "2", "--micro-batch-size", "4"],
     "pp2dp2": ["--pipeline-model-parallel-size", "2"],
-    "ep2dp2": ["--expert-model-parallel-size", "2"],
+    "ep2dp2": ["--expert-model-parallel-size", "2", "--micro-batch-size", "1"],
 }
 WORLD_SIZES = {"pp2dp2": 4, "ep2dp2": 4}
 
@@ -86,7 +86,7 @@ class RankServer:
         folder.mkdir()
         return folder
 
-    def run_job(self, folder: Path, *, world_size: int = 2, timeout: float = 60, **job: Any) -> Run:
+    def run_job(self, folder: Path, *, world_size: int = 2, timeout: float = 100, **job: Any) -> Run:
         """Run one job to its end. ``job``: see the server."""
         job |= {"out": str(folder), "world_size": world_size, "timeout": timeout}
         assert self._process.stdin is not None
@@ -127,7 +127,7 @@ class _Megatron(RankServer):
         *options: str,
         prepare: str = "",
         tft: dict[str, str] | None = None,
-        timeout: float = 60,
+        timeout: float = 100,
         **settings: Any,
     ) -> Run:
         """Run the example on the ranks of a layout. ``prepare``: see `rank_server`; ``settings`` are its options;

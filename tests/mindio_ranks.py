@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that has imported torch once, and forks the two ranks of one toy job after another under the stand-in of TFT.
+"""`rank_server` for the toy job under the stand-in of TFT.
 
-Reads one job a line from standard input, as JSON; answers with one line: the exit code of each rank (-9: ended by the
-timeout). Each rank leaves ``rank{n}.json`` in the job's folder if it ends well, and ``rank{n}.log`` in any case. Keys of a
-job: ``folder``, ``layout`` ("llm" or "older"), ``plugin`` (one bool for each rank), ``first`` ("plugin" or "adaptor": who
-comes first), ``faults``, ``settings`` for `_prepare`, ``timeout``.
+Each rank leaves ``rank{n}.json`` in the job's folder if it ends well. Keys of a job: ``layout`` ("llm" or "older"),
+``plugin`` (one bool for each rank), ``first`` ("plugin" or "adaptor": who comes first), ``faults``, ``settings``.
 
 A fault is ``{"rank", "step", "at", "kind"}`` and for a memory fault ``hits``, the names of what it hits; it strikes once,
 in the entry of ``train()`` number ``entry``.
@@ -13,9 +11,9 @@ in the entry of ``train()`` number ``entry``.
 from __future__ import annotations
 
 import dataclasses
-import faulthandler
 import gc
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -23,12 +21,12 @@ import signal
 import socket
 import sys
 import time
-import traceback
-import warnings
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import rank_server
 
 WORLD_SIZE = 2
 STEPS = 6
@@ -38,7 +36,7 @@ ADAPTORS = {
 }
 
 
-def _run_rank(job: dict[str, Any], rank: int, listener: socket.socket) -> int:
+def _run_rank(loaded: Any, job: dict[str, Any], rank: int, listener: socket.socket) -> int:
     import torch
     import torch.distributed as dist
     import toy
@@ -46,17 +44,15 @@ def _run_rank(job: dict[str, Any], rank: int, listener: socket.socket) -> int:
 
     from mindspeed_recovery.testing.simulator import UnsafeMemory
 
+    logging.basicConfig(level="INFO")
     port = listener.getsockname()[1]
-    descriptor = listener.detach() if rank == 0 else None
-    store = dist.TCPStore(
-        "127.0.0.1", port, WORLD_SIZE, is_master=rank == 0, master_listen_fd=descriptor, use_libuv=True
-    )
+    store = rank_server.join(job, rank, listener)
 
     def client() -> Any:
         return dist.TCPStore("127.0.0.1", port, WORLD_SIZE, is_master=False, use_libuv=True)
 
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=12))
-    folder, settings = Path(job["folder"]), job.get("settings", {})
+    folder, settings = Path(job["out"]), job.get("settings", {})
     checkpoint = str(folder / "checkpoint") if settings.get("save_at") else None
     vars(toy.ARGS).update(
         rank=rank, train_iters=STEPS, save_at=settings.get("save_at"), checkpoint=checkpoint, dump=str(folder / "dump")
@@ -89,10 +85,7 @@ def _run_rank(job: dict[str, Any], rank: int, listener: socket.socket) -> int:
         "entries": training.entries,
     }
     (folder / f"rank{rank}.json").write_text(json.dumps(left))
-    store.add("ended", 1)
-    deadline = time.monotonic() + 10
-    while rank == 0 and store.add("ended", 0) < WORLD_SIZE and time.monotonic() < deadline:
-        time.sleep(0.002)  # the store lives in rank 0
+    rank_server.part(job, rank, store)
     return 0
 
 
@@ -100,8 +93,6 @@ def _start(
     job: dict[str, Any], rank: int, client: Any, checkpoint: str | None, memory: Any, settings: dict[str, Any]
 ) -> Any:
     """TFT, the adaptor and the plugin, in the order of the job."""
-    import importlib
-
     from toy import training
 
     run = SimpleNamespace(session=None, adaptor=None, rolled_back=[])
@@ -245,72 +236,19 @@ def _faults(job: dict[str, Any], rank: int, memory: Any, model: Any) -> Any:
     return strike
 
 
-def _fork(job: dict[str, Any], rank: int, listener: socket.socket) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        with (Path(job["folder"]) / f"rank{rank}.log").open("w") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        faulthandler.register(signal.SIGUSR1)
-        logging.basicConfig(level="INFO")
-        code = _run_rank(job, rank, listener)
-    except BaseException:
-        traceback.print_exc()
-        code = 3
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _wait(pids: list[int], timeout: float) -> list[int]:
-    codes: dict[int, int] = {}
-    deadline = time.monotonic() + timeout
-    while len(codes) < len(pids):
-        for pid in pids:
-            if pid not in codes:
-                done, status = os.waitpid(pid, os.WNOHANG)
-                if done:
-                    codes[pid] = os.waitstatus_to_exitcode(status)
-                elif time.monotonic() > deadline:
-                    os.kill(pid, signal.SIGUSR1)  # say where it hangs
-                    time.sleep(0.2)
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
-                    codes[pid] = -9
-        time.sleep(0.005)
-    return [codes[pid] for pid in pids]
-
-
-def main() -> None:
-    warnings.simplefilter("ignore")
-    root = Path(__file__).resolve().parent
-    sys.path[:0] = [str(root / "stand_ins"), str(root.parent)]
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is not an answer
-    import importlib
-
+def _load() -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parent / "stand_ins"))
+    for module in ("toy.training", "wrapt", "mindspeed_recovery.core.session"):
+        importlib.import_module(module)
     import torch
 
-    torch.set_num_threads(1)
-    for module in ("toy.training", "wrapt", "mindspeed_recovery.core.session", "mindspeed_recovery.testing.simulator"):
-        importlib.import_module(module)
     from mindspeed_recovery.testing.simulator import UnsafeMemory
 
     with UnsafeMemory().active():  # the first use of a dispatch mode imports a lot
         torch.zeros(1).add_(1)
     gc.collect()
     gc.freeze()  # the ranks collect garbage often, and none of it is here
-    for line in sys.stdin:
-        job = json.loads(line)
-        with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
-            pids = [_fork(job, rank, listener) for rank in range(WORLD_SIZE)]
-        print(json.dumps(_wait(pids, job["timeout"])), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    rank_server.serve(_load, _run_rank)

@@ -84,4 +84,5 @@ def run_rank(example: Any, job: dict[str, Any], rank: int, listener: socket.sock
 
 
 if __name__ == "__main__":
-    rank_server.serve("pretrain_gpt", "mindspeed_recovery.frameworks.megatron_job", run_rank)
+    loaded = "pretrain_gpt", "mindspeed_recovery.frameworks.megatron_job"
+    rank_server.serve(lambda: rank_server.load_example(*loaded), run_rank)

@@ -11,8 +11,8 @@ import pytest
 from clusters import Run, StockCluster
 from equal import ON, assert_equal, console, faults
 
-from mindspeed_recovery.frameworks import megatron_loop
-from mindspeed_recovery.frameworks.megatron_reentry import RecordedIterator
+from mindspeed_recovery.frameworks import megatron_job, megatron_loop
+from mindspeed_recovery.frameworks.megatron_reentry import RecordedData, RecordedIterator
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -165,6 +165,76 @@ def test_a_batch_that_training_changes_is_given_out_unchanged():
     next(data)["tokens"] = "on the device"
     data.go_back(1)
     assert next(data) == {"tokens": 1}
+
+
+class Outer:
+    """As Megatron's RerunDataIterator holds a loader's iterator."""
+
+    def __init__(self, iterable: Any) -> None:
+        self.iterable = iterable
+
+    def __next__(self) -> Any:
+        return next(self.iterable)
+
+    def advance(self) -> None: ...
+
+
+def test_data_that_somebody_has_put_anew_is_recorded_too():
+    outer = Outer(iter("abc"))
+    data = RecordedData([outer, None], lambda: 1, nullcontext)
+    assert next(outer) == "a"
+    outer.iterable = iter("xyz")
+    data.follow()
+    assert [next(outer), next(outer)] == ["x", "y"]
+    data.go_back(1)
+    assert [next(outer) for _ in range(3)] == ["x", "y", "z"]
+    data.release()
+
+
+def test_function_that_was_taken_by_name_is_followed(make_module):
+    def training_log() -> None: ...
+
+    loop = make_module("megatron.training.training", training_log=training_log)
+    adaptor = make_module("an_adaptor", training_log=training_log)
+    megatron_loop.install_when_loaded()
+    assert adaptor.training_log is loop.training_log is not training_log
+    megatron_loop.uninstall()
+    assert adaptor.training_log is loop.training_log is training_log
+
+
+@pytest.fixture
+def rolled_back():
+    return []
+
+
+@pytest.fixture
+def foreign(rolled_back):
+    chores = {"eval": lambda step: step % 3 == 0, "end": lambda step: True}
+    return megatron_job._Foreign(
+        None, None, lambda *_: None, lambda *call: rolled_back.append(call), chores, 0
+    )
+
+
+def test_what_is_owed_after_a_step_is_what_any_rank_had_not_done(foreign, rolled_back):
+    foreign.mark("end", 2)
+    assert foreign.unfinished(2) == {"eval": False, "end": False}
+    assert foreign.unfinished(3) == {"eval": True, "end": True}
+    foreign.mark("eval", 3)
+    assert foreign.unfinished(3) == {"eval": False, "end": True}
+    foreign.rolled_back(3, {"eval": True, "end": True})
+    assert (foreign.marked("eval"), foreign.marked("end")) == (2, 2)
+    assert rolled_back == [(3, [])]
+
+
+def test_without_an_agreement_nothing_is_made_up_for_and_that_is_told(foreign, rolled_back):
+    foreign.rolled_back(3, None)
+    assert (foreign.marked("eval"), foreign.marked("end")) == (3, 3)
+    assert rolled_back == [(3, ["eval", "end"])]
+
+
+def test_loop_that_goes_its_own_way_owes_nothing():
+    foreign = megatron_job._Foreign(None, None, lambda *_: None, lambda *_: None, {}, 0)
+    assert foreign.unfinished(3) == {"eval": False, "end": False}
 
 
 @pytest.mark.parametrize("name", megatron_loop.wrappers())

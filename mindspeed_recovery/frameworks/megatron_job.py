@@ -48,6 +48,9 @@ would begin anew; here it is a tracked state."""
 
 _LOG_SUMS_NAME = "console-log-sums"
 
+_MARKS = {"evaluation": "eval", "checkpoint": "end"}
+"""Under which mark it is made up for."""
+
 _COUNTS = ("consumed_train_samples", "skipped_train_samples", "consumed_train_bins")
 
 
@@ -69,7 +72,7 @@ class Loop:
         self._logging = False
         self._thread = threading.get_ident()
         self._entering = self._should_exit = False
-        self._doing: str | None = None
+        self._doing: tuple[str, int] | None = None  # and after which step
         self._evaluations: list[tuple[int, int]] = []
         self._enabled = False
         self._undo: list[Callable[[], None]] = []
@@ -285,7 +288,7 @@ class Loop:
         return self._do(None, decide, "end", step)
 
     def _do(self, what: str | None, call: Callable[[], Any], mark: str | None = None, step: int = 0) -> Any:
-        self._doing = what
+        self._doing = (what, self.done) if what is not None else None
         result = call()
         self._doing = None
         if mark is not None:
@@ -325,13 +328,16 @@ class Loop:
         self._reentry.stop_timers()
         return should_exit
 
-    def _rolled_back(self, step: int, agreed: bool) -> None:
+    def _rolled_back(self, step: int, left_out: list[str]) -> None:
         """MindIO TFT goes back to ``step``, and its adaptor to where ``args`` says in the data. On its thread."""
         evaluation_owed = self._evaluation_due(step) and self._driver.marked("eval") < step
         self._forget_evaluations(step if evaluation_owed else step + 1)
-        if self._doing and not agreed:
-            logger.warning("the %s after step %d is left out, because of a fault", self._doing, step)
-        self._doing = None
+        doing, self._doing = self._doing, None
+        lost = "evaluation" if "eval" in left_out else None
+        if doing is not None and doing[1] == step and self._driver.marked(_MARKS[doing[0]]) == step:
+            lost = doing[0]
+        if lost is not None:
+            logger.warning("the %s after step %d is left out, because of a fault", lost, step)
 
     def _chores(self, train: Wrapped) -> dict[str, Callable[[int], bool]]:
         """What ``train()`` does after the log line of a step, and whether it is due; only what it calls by a name that was
@@ -448,12 +454,12 @@ class _Foreign:
         session: Session,
         sink: Any,
         write_log: Callable[[int, Any], None],
-        rolled_back: Callable[[int, bool], None],
+        rolled_back: Callable[[int, list[str]], None],
         chores: Mapping[str, Callable[[int], bool]],
         step: int,
     ) -> None:
-        """``rolled_back(step, agreed)``: called when a recovery has gone back; ``chores``: what is done after a step, by
-        name, and whether it is due; ``step``: the last one done."""
+        """``rolled_back(step, left_out)``: a recovery goes back, and nobody makes up for what this rank had still to do;
+        ``chores``: what is done after a step, by name, and whether it is due; ``step``: the last one done."""
         self._session, self._sink, self._write_log = session, sink, write_log
         self._rolled_back, self._chores = rolled_back, chores
         self._marks: dict[str, int] = dict.fromkeys(("eval", "end"), step)
@@ -489,8 +495,10 @@ class _Foreign:
         }
 
     def rolled_back(self, step: int, owed: Mapping[str, bool] | None) -> None:
-        self._marks = {what: step - 1 if owed and owed[what] else step for what in self._marks}
-        self._rolled_back(step, owed is not None)
+        owed = owed or {}
+        left_out = [what for what, unfinished in self.unfinished(step).items() if unfinished and not owed.get(what)]
+        self._marks = {what: step - 1 if owed.get(what) else step for what in self._marks}
+        self._rolled_back(step, left_out)
 
 
 class _StockJob(MegatronJob):

@@ -57,7 +57,7 @@ class HeldEvents:
         self._events.flush()
         self._settled = max(self._settled, step)
         for counts in (self._now, self._before):
-            for old in [at for at in counts if at < step]:
+            for old in [at for at in counts if at <= step]:
                 del counts[old]
 
     def rollback(self, step: int) -> None:

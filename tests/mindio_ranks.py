@@ -30,10 +30,6 @@ import rank_server
 
 WORLD_SIZE = 2
 STEPS = 6
-ADAPTORS = {
-    "llm": "mindspeed_llm.core.high_availability.tft_train_initialize",
-    "older": "mindio_ttp.adaptor.modellink_adaptor",
-}
 
 
 def _run_rank(loaded: Any, job: dict[str, Any], rank: int, listener: socket.socket) -> int:
@@ -107,19 +103,18 @@ def _start(
             )
             training.hooks["begin"].append(run.session.begin_step)
 
-    def adaptor() -> None:
-        from adaptor import use
+    def tft_and_adaptor() -> None:
+        import adaptor.toy
         from mindio_ttp.framework_ttp import ttp_decorator as tft
 
         _older(tft, settings)
         tft.thread_context = memory.active
         tft.tft_init_processor(rank, WORLD_SIZE, client, checkpoint=checkpoint)
-        use("toy").replicas = settings.get("replicas", True)
-        run.adaptor = importlib.import_module(ADAPTORS[job["layout"]])
-        run.adaptor.tft_register_processor()
+        adaptor.toy.replicas = settings.get("replicas", True)
+        run.adaptor = adaptor.register("toy", job["layout"])
         run.rolled_back = importlib.import_module("adaptor.callbacks").rolled_back
 
-    for step in (plugin, adaptor) if job["first"] == "plugin" else (adaptor, plugin):
+    for step in (plugin, tft_and_adaptor) if job["first"] == "plugin" else (tft_and_adaptor, plugin):
         step()
     if settings.get("exchange"):
 

@@ -13,15 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-LAYOUTS = {
-    "llm": "mindspeed_llm.core.high_availability.tft_train_initialize",
-    "older": "mindio_ttp.adaptor.modellink_adaptor",
-}
-
 
 def use(example: Any, rank: int, world_size: int, stores: Callable[[], Any], *, layout: str, first: str) -> None:
     """Before ``example.main()``. ``first``: "adaptor", which then registers before the plugin's flag is parsed, or
-    "plugin"; ``stores()``: a fresh client of the job's store."""
+    "plugin"; ``layout``: see `adaptor`; ``stores()``: a fresh client of the job's store."""
     import cpu_device
 
     from mindspeed_recovery.frameworks import megatron_cpu
@@ -38,20 +33,16 @@ def use(example: Any, rank: int, world_size: int, stores: Callable[[], Any], *, 
             yield
 
     def register() -> None:
-        from adaptor import use
+        import adaptor
         from megatron.training import training
         from mindio_ttp.framework_ttp import ttp_decorator as tft
 
         tft.thread_context = on_device
-        arguments = sys.argv
         checkpoint = None
-        if "--load" in arguments:
-            checkpoint = Path(arguments[arguments.index("--load") + 1]) / "latest_checkpointed_iteration.txt"
+        if "--load" in sys.argv:
+            checkpoint = Path(sys.argv[sys.argv.index("--load") + 1]) / "latest_checkpointed_iteration.txt"
         tft.tft_init_processor(rank, world_size, stores, checkpoint=checkpoint)
-        use("stock")
-        adaptor = importlib.import_module(LAYOUTS[layout])
-        adaptor.tft_register_processor()
-        training.train = adaptor.train_wrapper(training.train)
+        training.train = adaptor.register("stock", layout).train_wrapper(training.train)
 
     if first == "adaptor":
         register()

@@ -19,7 +19,7 @@ import rank_server
 # ---- what `prepare` may name: changes to the framework before a rank's job begins ------------------------------------------
 
 
-def fail_while_saving(rank: int, step: int) -> None:
+def fail_while_saving(rank: int, step: int, error: str = "UCE ERROR") -> None:
     """A fault in the first checkpoint of ``step``, after the file was written."""
     from megatron.training import training
 
@@ -29,7 +29,7 @@ def fail_while_saving(rank: int, step: int) -> None:
         save(iteration, *args, **kwargs)
         if iteration == step and int(os.environ["RANK"]) == rank and not failed:
             failed.append(iteration)
-            raise RuntimeError("UCE ERROR: while saving")
+            raise RuntimeError(f"{error}: while saving")
 
     training.save_checkpoint = save_and_fail
 

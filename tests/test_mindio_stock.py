@@ -150,7 +150,7 @@ def test_points_that_a_checkpoint_makes_training_compute_again_are_written_once(
 
 def test_interrupted_checkpoint_is_made_up_for(stock, tmp_path):
     saving = ("--ckpt-format", "torch", "--save", str(tmp_path), "--save-interval", "3")
-    prepare = {"prepare": "stock_server:fail_while_saving", "rank": 1, "step": 3}
+    prepare = {"prepare": "stock_server:fail_while_saving", "rank": 1, "step": 3, "error": "HCCL OP RETRY FAILED"}
     run = stock.run("dp2", ON, *saving, tft=CASES["tracker-hit"].tft, **prepare)
     assert_equal(run, stock.baseline("dp2"))
     assert run.log(0).count("successfully saved checkpoint from iteration       3") == 2

@@ -210,9 +210,7 @@ def rolled_back():
 @pytest.fixture
 def foreign(rolled_back):
     chores = {"eval": lambda step: step % 3 == 0, "end": lambda step: True}
-    return megatron_job._Foreign(
-        None, None, lambda *_: None, lambda *call: rolled_back.append(call), chores, 0
-    )
+    return megatron_job._Foreign(None, None, lambda *_: None, lambda *call: rolled_back.append(call), chores, 0)
 
 
 def test_what_is_owed_after_a_step_is_what_any_rank_had_not_done(foreign, rolled_back):

@@ -8,6 +8,7 @@ before it, for the log line may have to be written again from it.
 
 import functools
 import inspect
+import pathlib
 
 import torch
 import torch.distributed as dist
@@ -17,15 +18,15 @@ from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 from megatron.training import get_args, global_vars, training
 from megatron.training.checkpointing import load_checkpoint as load
 from megatron.training.datasets.data_samplers import build_pretraining_data_loader
-from megatron.training.training import training_log
 from torch_npu.npu import _recovery
 
 from mindspeed_recovery.runtimes import restartable_gloo
+from mindspeed_recovery.testing.faults import FaultSpec
 
 MODEL, OPTIM, SCHEDULER, TRAIN_DATA, VALID_DATA = 1, 2, 3, 4, 5
 
 epochs = 0
-log_args = None
+log_args = training_log = None
 
 
 def rank():
@@ -127,7 +128,9 @@ def load_checkpoint(train_args):
     args = get_args()
     args.consumed_train_samples = args.consumed_valid_samples = 0
     train_args[SCHEDULER].num_steps = 0
-    step, args.num_floating_point_operations_so_far = load(*train_args[MODEL : SCHEDULER + 1])
+    # The arguments of the example are in the checkpoint too.
+    with torch.serialization.safe_globals([FaultSpec, pathlib.PosixPath]):
+        step, args.num_floating_point_operations_so_far = load(*train_args[MODEL : SCHEDULER + 1])
     return step
 
 
@@ -218,7 +221,7 @@ class Optimizer(ChainedOptimizer):
 def follow(set_losses, set_log_args):
     from .optimizer import ReplicaOptimizer
 
-    global log_args
+    global log_args, training_log
     log_args = set_log_args
     build, schedule, write = training.get_megatron_optimizer, training.get_forward_backward_func, training.training_log
 
@@ -245,7 +248,7 @@ def follow(set_losses, set_log_args):
         return result
 
     training.get_megatron_optimizer, training.get_forward_backward_func = build_replica_optimizer, get_schedule
-    training.training_log = write_and_count
+    training.training_log = training_log = write_and_count  # this adaptor holds it by name
 
 
 def _averaged(losses):

@@ -42,4 +42,5 @@ def differences(run: Run, baseline: Run) -> list[str]:
 
 def assert_equal(run: Run, baseline: Run) -> None:
     assert run.ended_well, run.tail()
-    assert not differences(run, baseline)
+    found = differences(run, baseline)
+    assert not found, found[:10]

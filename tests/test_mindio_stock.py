@@ -132,19 +132,23 @@ def checkpoints(folder, every):
 
 
 def test_checkpoint_is_loaded_where_no_replica_is(stock, tmp_path):
-    run = stock.run(
-        "pp2", ON, *checkpoints(tmp_path, 2), *faults("uce@rank=1,step=6,at=forward"), tft=CASES["overlap"].tft
-    )
-    assert_equal(run, stock.baseline("pp2"))
+    options = *checkpoints(tmp_path, 2), *faults("uce@rank=1,step=6,at=forward")
+    run = stock.run("pp2", ON, *options, tft=CASES["overlap"].tft)
+    assert run.ended_well, run.tail()
+    # It is counted since the start of the process, and in no checkpoint.
+    assert not [line for line in differences(run, stock.baseline("pp2")) if "cumulative" not in line]
     for rank in (0, 1):
-        assert [(report["step"], report["from_checkpoint"]) for report in run.reports(rank)] == [(4, True)]
+        (report,) = run.reports(rank)
+        assert (report["step"], report["from_checkpoint"]) == (4, True)
+        failed = [name for name, outcome in report["outcomes"].items() if outcome["error"]]
+        assert failed == (["mtp-acceptance-counts"] if rank == 1 else [])
 
 
 def test_points_that_a_checkpoint_makes_training_compute_again_are_written_once(stock, tmp_path):
-    run = stock.run(
-        "pp2", ON, *checkpoints(tmp_path, 2), *faults("uce@rank=0,step=4,at=log"), tft=CASES["tracker-hit"].tft
-    )
-    assert_equal(run, stock.baseline("pp2"))
+    options = *checkpoints(tmp_path, 2), *faults("uce@rank=0,step=4,at=log")
+    run = stock.run("pp2", ON, *options, tft=CASES["tracker-hit"].tft)
+    assert run.ended_well, run.tail()
+    assert not [line for line in differences(run, stock.baseline("pp2")) if "cumulative" not in line]
     assert [report["step"] for report in run.reports(1)] == [2]
 
 

@@ -219,13 +219,13 @@ def test_what_is_owed_after_a_step_is_what_any_rank_had_not_done(foreign, rolled
     assert foreign.unfinished(3) == {"eval": True, "end": True}
     foreign.mark("eval", 3)
     assert foreign.unfinished(3) == {"eval": False, "end": True}
-    foreign.rolled_back(3, {"eval": True, "end": True})
+    foreign.rolled_back(3, {"eval": True, "end": True}, False)
     assert (foreign.marked("eval"), foreign.marked("end")) == (2, 2)
     assert rolled_back == [(3, [])]
 
 
 def test_without_an_agreement_nothing_is_made_up_for_and_that_is_told(foreign, rolled_back):
-    foreign.rolled_back(3, None)
+    foreign.rolled_back(3, None, False)
     assert (foreign.marked("eval"), foreign.marked("end")) == (3, 3)
     assert rolled_back == [(3, ["eval", "end"])]
 

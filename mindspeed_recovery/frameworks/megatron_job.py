@@ -494,7 +494,9 @@ class _Foreign:
             for what, done in self._marks.items()
         }
 
-    def rolled_back(self, step: int, owed: Mapping[str, bool] | None) -> None:
+    def rolled_back(self, step: int, owed: Mapping[str, bool] | None, from_checkpoint: bool) -> None:
+        if from_checkpoint:
+            LOG_SUMS.clear()  # as in a process that has begun with it
         owed = owed or {}
         left_out = [what for what, unfinished in self.unfinished(step).items() if unfinished and not owed.get(what)]
         self._marks = {what: step - 1 if owed.get(what) else step for what in self._marks}

@@ -50,9 +50,10 @@ class Duties(Protocol):
     def unfinished(self, step: int) -> Mapping[str, bool]:
         """Whether this rank has something of ``step`` still to do, by name; the names are the same on every rank."""
 
-    def rolled_back(self, step: int, owed: Mapping[str, bool] | None) -> None:
+    def rolled_back(self, step: int, owed: Mapping[str, bool] | None, from_checkpoint: bool) -> None:
         """Training goes on after ``step``, and begins with what is ``owed``: any rank had it to do. None: the ranks could
-        not agree. Called before the adaptor goes back in its data."""
+        not agree. ``from_checkpoint``: the checkpoint of ``step`` was loaded. Called before the adaptor goes back in its
+        data and before states are restored."""
 
 
 class Recovery:
@@ -184,6 +185,7 @@ class Recovery:
         arguments, tft_step = adaptor.arguments(), self._decorator.save_handler._repair_step
         loaded = adaptor.checkpoint_loaded() or (self._plan is not None and self._plan.loads_checkpoint)
         step = arguments.iteration if loaded else tft_step
+        losses.drop_unsafe(adaptor.log_values(), session.memory.is_unsafe)
         replay = False
         duties = self._duties()
         owed: Mapping[str, bool] | None = {} if loaded else None  # a checkpoint is saved when all else is done
@@ -200,7 +202,7 @@ class Recovery:
         if sink is not None:
             self._harmless("log", lambda: sink.rollback(step))
         if duties is not None:
-            self._harmless("evaluation and checkpoint", lambda: duties.rolled_back(step, owed))
+            self._harmless("evaluation and checkpoint", lambda: duties.rolled_back(step, owed, loaded))
         restore = functools.partial(session.before_rollback, step, replay=replay, from_checkpoint=loaded)
         self._harmless("before rollback", restore)
         result = code(original(), "rollback")
@@ -233,7 +235,6 @@ class Recovery:
         the adaptor's rule gives this answer everywhere. Nothing else reads it before the adaptor sets it to the step.
         """
         values = adaptor.log_values()
-        losses.drop_unsafe(values, session.memory.is_unsafe)
         known = arguments.iteration if self._logged is None else min(arguments.iteration, self._logged)
         repaired = self._plan is not None and self._plan.receives
         owed, mute = known < step, values is not None and values.losses_reduced_ is None

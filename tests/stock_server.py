@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from typing import Any
 
 import mindio_stock
@@ -32,6 +33,23 @@ def fail_while_saving(rank: int, step: int, error: str = "UCE ERROR") -> None:
             raise RuntimeError(f"{error}: while saving")
 
     training.save_checkpoint = save_and_fail
+
+
+def fail_after_the_metrics(rank: int, step: int) -> None:
+    """A fault in the log line of ``step``, when its MTP metrics are reduced; the other ranks finish theirs meanwhile."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+    from megatron.training import get_args
+
+    clean, failed = MTPLossLoggingHelper.clean_metrics_in_tracker, []
+
+    def fail_or_clean() -> None:
+        if get_args().curr_iteration + 1 == step and int(os.environ["RANK"]) == rank and not failed:
+            failed.append(step)
+            time.sleep(0.5)
+            raise RuntimeError("HCCL OP RETRY FAILED: with the metrics")
+        clean()
+
+    MTPLossLoggingHelper.clean_metrics_in_tracker = staticmethod(fail_or_clean)
 
 
 def leave_out(state: str) -> None:

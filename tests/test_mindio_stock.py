@@ -66,7 +66,7 @@ def full_cases() -> dict[str, Case]:
     worlds = {"dp2": (0, 1), "bf16": (0, 1), "pp2dp2": (0, 3), "ep2dp2": (1, 2)}
     for (layout, ranks), (at, step), (kind, states) in itertools.product(worlds.items(), POINTS.items(), HITS):
         if (layout in ("pp2dp2", "ep2dp2") and states == "moe-aux-loss-tracker") or (at == "update" and kind == "link"):
-            continue  # a link fault inside an update is in no fault table as one that needs a repair
+            continue  # an update does not communicate
         for rank in ranks:
             spec = f"{kind}@rank={rank},step=4,at={at},states={states}"
             adaptor, first = next(adaptors)
@@ -117,6 +117,13 @@ def test_without_the_plugin_the_same_fault_ends_the_job_or_changes_it(stock, nam
     assert not run.ended_well or differences(run, stock.baseline(case.layout, *case.options))
     logs = "".join(run.log(rank) for rank in range(len(run.codes)))
     assert "tft: rank" in logs and ("caught UCE ERROR" in logs or "caught HCCL OP RETRY FAILED" in logs)
+
+
+def test_line_that_another_rank_has_finished_is_written_again_with_its_groups(stock):
+    prepare = {"prepare": "stock_server:fail_after_the_metrics", "rank": 1, "step": 4}
+    run = stock.run("dp2", ON, tft=CASES["tracker-hit"].tft, **prepare)
+    assert_equal(run, stock.baseline("dp2"))
+    assert [(report["step"], report["replayed"]) for report in run.reports(0)] == [(4, True)]
 
 
 @pytest.mark.parametrize("first", ["plugin", pytest.param("adaptor", marks=full)])

@@ -121,7 +121,7 @@ def test_every_fault_point_rank_and_adaptor(stock, name, case):
 def test_without_the_plugin_the_same_fault_ends_the_job_or_changes_it(stock, name):
     case = CASES[name]
     run = stock.run(case.layout, *case.options, *faults(*case.faults), tft=case.tft)
-    assert -9 not in run.codes, run.tail()
+    # Where a rank ends alone, the others may wait for it until they are ended too.
     assert not run.ended_well or differences(run, stock.baseline(case.layout, *case.options))
     logs = "".join(run.log(rank) for rank in range(len(run.codes)))
     assert "tft: rank" in logs and ("caught UCE ERROR" in logs or "caught HCCL OP RETRY FAILED" in logs)

@@ -130,6 +130,8 @@ class Device:
                 if isinstance(module, TopKRouter):
                     module.register_forward_hook(in_router)
             next(m for m in modules if isinstance(m, TransformerLayer)).register_forward_hook(self._in_backward)
+            for optimizer in megatron.optimizers(self._optimizer):
+                optimizer.optimizer.register_step_post_hook(lambda *unused: self.at("update"))
             return built
 
         training.setup_model_and_optimizer = setup_and_keep

@@ -317,6 +317,8 @@ class Pretraining:
             if self.model.training:
                 point(name)
 
+        for optimizer in megatron_job.optimizers(self.optimizer):
+            optimizer.optimizer.register_step_post_hook(lambda *unused: point("update"))
         chunk = self.model.module
         chunk.register_forward_pre_hook(lambda module, inputs: training_point("forward"))
         for module in chunk.modules():

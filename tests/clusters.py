@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,17 @@ LAYOUTS = {
     "ep2": ["--expert-model-parallel-size", "2", "--use-distributed-optimizer"],
     "pp2": ["--pipeline-model-parallel-size", "2"],
 }
-BASE = ["--train-iters", "6", "--eval-interval", "3"]
+OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+STOCK_LAYOUTS = {
+    "overlap": OVERLAP,
+    "ep2": ["--expert-model-parallel-size", "2", *OVERLAP],
+    "dp2": [],
+    "bf16": ["--bf16"],
+    "pp2": ["--pipeline-model-parallel-size", "2", "--micro-batch-size", "4"],
+    "pp2dp2": ["--pipeline-model-parallel-size", "2"],
+    "ep2dp2": ["--expert-model-parallel-size", "2", "--micro-batch-size", "1"],
+}
+WORLD_SIZES = {"pp2dp2": 4, "ep2dp2": 4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,22 +56,22 @@ class Run:
         )
 
 
-class Cluster:
-    """A parent process that has imported one version of megatron-core and forks the ranks of each job."""
+class RankServer:
+    """A parent process that has imported what the ranks need, and forks them for one job after another."""
 
-    def __init__(self, megatron: Path, folder: Path) -> None:
-        self._folder = folder
-        self._jobs = 0
-        self._baselines: dict[str, Run] = {}
+    def __init__(self, script: str, folder: Path, megatron: Path | None = None) -> None:
+        """``script``: a file of this folder that serves by `rank_server.serve`; ``folder``: for what the jobs leave."""
+        self._folder, self._jobs = folder, 0
+        paths = [str(path) for path in (megatron, ROOT) if path is not None]
         environment = os.environ | {
-            "PYTHONPATH": f"{megatron}{os.pathsep}{ROOT}",
+            "PYTHONPATH": os.pathsep.join(paths),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "PYTHONDONTWRITEBYTECODE": "",
         }
         self._log = (folder / "server.log").open("w")
         self._process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "rank_server.py")],
+            [sys.executable, str(ROOT / "tests" / script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -68,53 +79,91 @@ class Cluster:
             env=environment,
         )
 
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        while True:
-            line = self._process.stdout.readline()
-            if line.strip() != "ready":
-                break
-        if not line:
-            raise RuntimeError("the rank server ended:\n" + (self._folder / "server.log").read_text()[-4000:])
-        return line
-
-    def run(self, layout: str, *options: str, prepare: str = "", timeout: float = 60, **settings: Any) -> Run:
-        """Run the example on two ranks in a layout. ``prepare``: see `rank_server`; ``settings`` are its options."""
+    def new_folder(self) -> Path:
+        """For the next job."""
         self._jobs += 1
         folder = self._folder / f"{self._jobs:03}"
         folder.mkdir()
-        argv = [
-            *BASE,
-            *LAYOUTS[layout],
-            "--tensorboard-dir",
-            f"{folder}/tb",
-            "--save-final",
-            f"{folder}/final",
-            *options,
-        ]
-        job = {
-            "argv": argv,
-            "world_size": 2,
-            "out": str(folder),
-            "timeout": timeout,
-            "prepare": prepare,
-            "options": settings,
-        }
+        return folder
+
+    def run_job(self, folder: Path, *, world_size: int = 2, timeout: float = 100, **job: Any) -> Run:
+        """Run one job to its end. ``job``: see the server."""
+        job |= {"out": str(folder), "world_size": world_size, "timeout": timeout}
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         return Run(folder, json.loads(self._answer()))
 
-    def baseline(self, layout: str) -> Run:
-        """The run without a fault and without the plugin."""
-        if layout not in self._baselines:
-            run = self.run(layout)
-            assert run.ended_well, run.tail()
-            self._baselines[layout] = run
-        return self._baselines[layout]
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        while line.strip() == "ready":
+            line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the rank server ended:\n" + (self._folder / "server.log").read_text()[-4000:])
+        return line
 
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(30)
         self._log.close()
+
+
+class _Megatron(RankServer):
+    """Ranks of an example with Megatron."""
+
+    script: str
+    base: Sequence[str] = ()
+    layouts: Mapping[str, Sequence[str]]
+
+    def __init__(self, megatron: Path, folder: Path) -> None:
+        super().__init__(self.script, folder, megatron)
+        self._baselines: dict[tuple[str, ...], Run] = {}
+
+    def run(
+        self,
+        layout: str,
+        *options: str,
+        prepare: str = "",
+        tft: dict[str, str] | None = None,
+        timeout: float = 100,
+        **settings: Any,
+    ) -> Run:
+        """Run the example on the ranks of a layout. ``prepare``: see `rank_server`; ``settings`` are its options;
+        ``tft``: see `stock_server`."""
+        folder = self.new_folder()
+        files = ("--tensorboard-dir", f"{folder}/tb", "--save-final", f"{folder}/final")
+        return self.run_job(
+            folder,
+            argv=[*self.base, *self.layouts[layout], *files, *options],
+            world_size=WORLD_SIZES.get(layout, 2),
+            timeout=timeout,
+            prepare=prepare,
+            options=settings,
+            tft=tft,
+        )
+
+    def baseline(self, layout: str, *options: str) -> Run:
+        """The run without a fault and without the plugin."""
+        key = (layout, *options)
+        if key not in self._baselines:
+            run = self.run(layout, *options)
+            assert run.ended_well, run.tail()
+            self._baselines[key] = run
+        return self._baselines[key]
+
+
+class Cluster(_Megatron):
+    """Ranks of ``examples/pretrain_moe.py``."""
+
+    script = "rank_server.py"
+    base = ("--train-iters", "6", "--eval-interval", "3")
+    layouts = LAYOUTS
+
+
+class StockCluster(_Megatron):
+    """Ranks of ``examples/pretrain_gpt.py``, in the stock loop."""
+
+    script = "stock_server.py"
+    layouts = STOCK_LAYOUTS

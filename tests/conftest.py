@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from clusters import ROOT, Cluster
+from clusters import ROOT, Cluster, StockCluster
 
 from mindspeed_recovery.testing.simulator import UnsafeMemory
 
@@ -44,6 +44,14 @@ def cluster(
     yield get
     for cluster in clusters.values():
         cluster.close()
+
+
+@pytest.fixture(scope="session")
+def stock(megatron: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[StockCluster]:
+    """Ranks that run Megatron's stock loop."""
+    cluster = StockCluster(megatron("0.19.2"), tmp_path_factory.mktemp("stock"))
+    yield cluster
+    cluster.close()
 
 
 @pytest.fixture

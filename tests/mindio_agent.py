@@ -153,8 +153,8 @@ def _serve(job: dict[str, Any], listener: Any) -> None:
     import torch.distributed as dist
     from mindio_ttp.engine import Controller
 
-    port, size, settings = listener.getsockname()[1], job["world"], job["settings"]
-    folder = Path(job["folder"])
+    port, size, settings = listener.getsockname()[1], job["world_size"], job["settings"]
+    folder = Path(job["out"])
     store = dist.TCPStore(
         "127.0.0.1",
         port,
@@ -178,7 +178,7 @@ def _serve(job: dict[str, Any], listener: Any) -> None:
 def supervise(job: dict[str, Any], fork: Callable[[dict[str, Any], int], int], listener: Any) -> list[int]:
     """Run the job's ranks, and start those again that were killed and are asked for. The exit code of each rank's last
     process; -9 for one that was ended by the timeout or is not asked for."""
-    folder, size = Path(job["folder"]), job["world"]
+    folder, size = Path(job["out"]), job["world_size"]
     agent = os.fork()
     if agent == 0:
         try:

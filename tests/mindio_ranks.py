@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that has imported torch once, and forks the two ranks of one toy job after another under the stand-in of TFT.
+"""`rank_server` for the toy job under the stand-in of TFT.
 
-Reads one job a line from standard input, as JSON; answers with one line: the exit code of each rank (-9: ended by the
-timeout). Each rank leaves ``rank{n}.json`` in the job's folder if it ends well, and ``rank{n}.log`` in any case. Keys of a
-job: ``folder``, ``layout`` ("llm" or "older"), ``plugin`` (one bool for each rank), ``first`` ("plugin" or "adaptor": who
-comes first), ``faults``, ``settings`` for `_prepare`, ``timeout``.
+Each rank leaves ``rank{n}.json`` in the job's folder if it ends well. Keys of a job: ``layout`` ("llm" or "older"),
+``plugin`` (one bool for each rank), ``first`` ("plugin" or "adaptor": who comes first), ``faults``, ``settings``.
 
 With ``agent`` the store and TFT's controller live in a process of their own and ranks that die are started again, see
-`mindio_agent`; ``world`` is the number of ranks, and with 4 of them there are experts.
+`mindio_agent`; with 4 ranks there are experts.
 
 A fault is ``{"rank", "step", "at", "kind"}`` and for a memory fault ``hits``, the names of what it hits; it strikes once,
 in the entry of ``train()`` number ``entry``, of the rank's process number ``life``.
@@ -16,9 +14,9 @@ in the entry of ``train()`` number ``entry``, of the rank's process number ``lif
 from __future__ import annotations
 
 import dataclasses
-import faulthandler
 import gc
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -26,23 +24,17 @@ import signal
 import socket
 import sys
 import time
-import traceback
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import mindio_agent
+import rank_server
 
-WORLD_SIZE = 2
 STEPS = 6
-ADAPTORS = {
-    "llm": "mindspeed_llm.core.high_availability.tft_train_initialize",
-    "older": "mindio_ttp.adaptor.modellink_adaptor",
-}
 
 
-def _run_rank(job: dict[str, Any], rank: int, listener: socket.socket) -> int:
+def _run_rank(loaded: Any, job: dict[str, Any], rank: int, listener: socket.socket) -> int:
     import torch
     import torch.distributed as dist
     import toy
@@ -50,15 +42,14 @@ def _run_rank(job: dict[str, Any], rank: int, listener: socket.socket) -> int:
 
     from mindspeed_recovery.testing.simulator import UnsafeMemory
 
-    port, size, life = listener.getsockname()[1], job.get("world", WORLD_SIZE), job.get("life", 0)
-    master = rank == 0 and not job.get("agent")
-    descriptor = listener.detach() if master else None
-    store = dist.TCPStore("127.0.0.1", port, size, is_master=master, master_listen_fd=descriptor, use_libuv=True)
+    logging.basicConfig(level="INFO")
+    port, size, life = listener.getsockname()[1], job["world_size"], job.get("life", 0)
+    store = rank_server.join(job, rank, listener)
 
     def client() -> Any:
         return dist.TCPStore("127.0.0.1", port, size, is_master=False, use_libuv=True)
 
-    folder, settings = Path(job["folder"]), job.get("settings", {})
+    folder, settings = Path(job["out"]), job.get("settings", {})
     links = mindio_agent.Links(store, client, rank, size, life, new_store=settings.get("new_store", False))
     checkpoint = str(folder / "checkpoint") if settings.get("save_at") else None
     vars(toy.ARGS).update(
@@ -101,10 +92,7 @@ def _run_rank(job: dict[str, Any], rank: int, listener: socket.socket) -> int:
         "collectives": collectives,
     }
     (folder / f"rank{rank}.json").write_text(json.dumps(left))
-    store.add("ended", 1)
-    deadline = time.monotonic() + 10
-    while master and store.add("ended", 0) < size and time.monotonic() < deadline:
-        time.sleep(0.002)  # the store lives in rank 0
+    rank_server.part(job, rank, store)
     return 0
 
 
@@ -112,8 +100,6 @@ def _start(
     job: dict[str, Any], rank: int, client: Any, checkpoint: str | None, memory: Any, settings: dict[str, Any]
 ) -> Any:
     """TFT, the adaptor and the plugin, in the order of the job."""
-    import importlib
-
     from toy import training
 
     run = SimpleNamespace(session=None, adaptor=None, rolled_back=[])
@@ -132,21 +118,19 @@ def _start(
             )
             training.hooks["begin"].append(run.session.begin_step)
 
-    def adaptor() -> None:
-        from adaptor import use
+    def tft_and_adaptor() -> None:
+        import adaptor.toy
         from mindio_ttp.framework_ttp import ttp_decorator as tft
 
         _older(tft, settings)
         tft.thread_context = memory.active
         controlled = job.get("agent", False)
         tft.tft_init_processor(rank, training.world_size, client, checkpoint=checkpoint, controlled=controlled)
-        toy = use("toy")
-        toy.replicas, toy.copies = settings.get("replicas", True), settings.get("copies")
-        run.adaptor = importlib.import_module(ADAPTORS[job["layout"]])
-        run.adaptor.tft_register_processor()
+        adaptor.toy.replicas, adaptor.toy.copies = settings.get("replicas", True), settings.get("copies")
+        run.adaptor = adaptor.register("toy", job["layout"])
         run.rolled_back = importlib.import_module("adaptor.callbacks").rolled_back
 
-    for step in (plugin, adaptor) if job["first"] == "plugin" else (adaptor, plugin):
+    for step in (plugin, tft_and_adaptor) if job["first"] == "plugin" else (tft_and_adaptor, plugin):
         step()
     if settings.get("exchange") and run.session is not None:
         run.session.after_repair = mindio_agent.Exchange(run.session, settings["exchange"])
@@ -264,77 +248,19 @@ def _faults(job: dict[str, Any], rank: int, memory: Any, model: Any) -> Any:
     return strike
 
 
-def _fork(job: dict[str, Any], rank: int, listener: socket.socket) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        with (Path(job["folder"]) / f"rank{rank}.log").open("a") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        faulthandler.register(signal.SIGUSR1)
-        logging.basicConfig(level="INFO")
-        code = _run_rank(job, rank, listener)
-    except BaseException:
-        traceback.print_exc()
-        code = 3
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _wait(pids: list[int], timeout: float) -> list[int]:
-    codes: dict[int, int] = {}
-    deadline = time.monotonic() + timeout
-    while len(codes) < len(pids):
-        for pid in pids:
-            if pid not in codes:
-                done, status = os.waitpid(pid, os.WNOHANG)
-                if done:
-                    codes[pid] = os.waitstatus_to_exitcode(status)
-                elif time.monotonic() > deadline:
-                    os.kill(pid, signal.SIGUSR1)  # say where it hangs
-                    time.sleep(0.2)
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
-                    codes[pid] = -9
-        time.sleep(0.005)
-    return [codes[pid] for pid in pids]
-
-
-def main() -> None:
-    warnings.simplefilter("ignore")
-    root = Path(__file__).resolve().parent
-    sys.path[:0] = [str(root / "stand_ins"), str(root.parent)]
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is not an answer
-    import importlib
-
+def _load() -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parent / "stand_ins"))
+    for module in ("toy.training", "wrapt", "mindspeed_recovery.core.session"):
+        importlib.import_module(module)
     import torch
 
-    torch.set_num_threads(1)
-    for module in ("toy.training", "wrapt", "mindspeed_recovery.core.session", "mindspeed_recovery.testing.simulator"):
-        importlib.import_module(module)
     from mindspeed_recovery.testing.simulator import UnsafeMemory
 
     with UnsafeMemory().active():  # the first use of a dispatch mode imports a lot
         torch.zeros(1).add_(1)
     gc.collect()
     gc.freeze()  # the ranks collect garbage often, and none of it is here
-    for line in sys.stdin:
-        job = json.loads(line)
-        with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
-            if job.get("agent"):
-                codes = mindio_agent.supervise(job, lambda job, rank: _fork(job, rank, listener), listener)
-            else:
-                codes = _wait(
-                    [_fork(job, rank, listener) for rank in range(job.get("world", WORLD_SIZE))], job["timeout"]
-                )
-        print(json.dumps(codes), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    rank_server.serve(_load, _run_rank, mindio_agent.supervise)

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that has imported torch, Megatron and the example once, and forks the ranks of one job after another.
 
-Reads one job a line from standard input, as JSON: ``argv``, ``world_size``, ``out`` (folder for the ranks' output),
-``timeout`` in seconds, ``prepare`` (``module:function``, called in each rank before training with the `Pretraining` object
-and the job's ``options``). Answers with one line: the exit code of each rank, -9 for one that was ended by the timeout.
+Reads one job a line from standard input, as JSON: ``world_size``, ``out`` (folder for the ranks' output: ``rank{n}.log``),
+``timeout`` in seconds and what the ranks want to know. Answers with one line: the exit code of each rank, -9 for one that
+was ended by the timeout, 3 for one that an exception has ended.
+
+A job with ``agent`` has its store, and what starts its ranks, outside of them (`Supervise`).
+
+By itself it serves ``examples/pretrain_moe.py``, with ``argv`` and ``prepare`` (``module:function``, called in each rank
+before training with the `Pretraining` object and the job's ``options``).
 """
 
 from __future__ import annotations
@@ -26,20 +31,28 @@ from pathlib import Path
 from typing import Any
 
 RunRank = Callable[[Any, dict[str, Any], int, socket.socket], int]
+Supervise = Callable[[dict[str, Any], Callable[[dict[str, Any], int], int], socket.socket], list[int]]
+"""``supervise(job, fork, listener)`` runs a whole job: serves the store, and starts its ranks by ``fork(job, rank)``, which
+returns a pid. Returns the exit codes."""
 
 
 def join(job: dict[str, Any], rank: int, listener: socket.socket) -> Any:
-    """The store of the job's ranks; it lives in rank 0, on the parent's socket."""
+    """The store of the job's ranks; unless there is an agent, it lives in rank 0, on the parent's socket."""
     import torch.distributed as dist
 
+    serves = _serves(job, rank)
     return dist.TCPStore(
         "127.0.0.1",
         listener.getsockname()[1],
         job["world_size"],
-        is_master=rank == 0,
-        master_listen_fd=listener.detach() if rank == 0 else None,
+        is_master=serves,
+        master_listen_fd=listener.detach() if serves else None,
         use_libuv=True,
     )
+
+
+def _serves(job: dict[str, Any], rank: int) -> bool:
+    return rank == 0 and not job.get("agent")
 
 
 def prepared(job: dict[str, Any]) -> Callable[..., None] | None:
@@ -51,12 +64,17 @@ def prepared(job: dict[str, Any]) -> Callable[..., None] | None:
 
 
 def leave(job: dict[str, Any], rank: int, store: Any, reports: Iterable[Any]) -> None:
-    """Write the rank's reports, and let rank 0, where the store lives, be the last to go."""
+    """Write the rank's reports, and wait as `part` does."""
     text = json.dumps([dataclasses.asdict(report) for report in reports])
     Path(job["out"], f"rank{rank}.reports.json").write_text(text)
+    part(job, rank, store)
+
+
+def part(job: dict[str, Any], rank: int, store: Any) -> None:
+    """Let rank 0, where the store lives, be the last to go."""
     store.add("ended", 1)
     deadline = time.monotonic() + 20
-    while rank == 0 and store.add("ended", 0) < job["world_size"] and time.monotonic() < deadline:
+    while _serves(job, rank) and store.add("ended", 0) < job["world_size"] and time.monotonic() < deadline:
         time.sleep(0.002)
 
 
@@ -76,22 +94,23 @@ def _run_rank(example: Any, job: dict[str, Any], rank: int, listener: socket.soc
     return 0
 
 
-def _fork(run_rank: RunRank, example: Any, job: dict[str, Any], rank: int, listener: socket.socket) -> int:
+def _fork(run_rank: RunRank, loaded: Any, job: dict[str, Any], rank: int, listener: socket.socket) -> int:
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
-        with open(Path(job["out"]) / f"rank{rank}.log", "w") as log:
+        with open(Path(job["out"]) / f"rank{rank}.log", "a") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # an abort flushes nothing
         faulthandler.register(signal.SIGUSR1)
-        code = run_rank(example, job, rank, listener)
+        code = run_rank(loaded, job, rank, listener)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:
         traceback.print_exc()
-        code = 2
+        code = 3
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -123,26 +142,38 @@ def _wait(pids: list[int], timeout: float) -> list[int]:
     return [codes[pid] for pid in pids]
 
 
-def serve(example_name: str, preloaded: str, run_rank: RunRank) -> None:
-    """Import the example and the module ``preloaded``, then run one job a line, each rank by ``run_rank``."""
+def _run_all(job: dict[str, Any], fork: Callable[[dict[str, Any], int], int], listener: socket.socket) -> list[int]:
+    return _wait([fork(job, rank) for rank in range(job["world_size"])], job["timeout"])
+
+
+def serve(load: Callable[[], Any], run_rank: RunRank, supervise: Supervise | None = None) -> None:
+    """Call ``load()``, which imports what the ranks need, then run one job a line, each rank by ``run_rank``, which is
+    given what ``load`` has returned. ``supervise``: for jobs with ``agent``."""
     warnings.simplefilter("ignore")
     root = Path(__file__).resolve().parent.parent
-    sys.path[:0] = [str(root / "examples"), str(root / "tests")]
+    sys.path[:0] = [str(root / "examples"), str(root / "tests"), str(root)]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is not an answer
     import torch
 
     torch.set_num_threads(1)
-    example = importlib.import_module(example_name)
-    importlib.import_module("torch.utils.tensorboard")
-    importlib.import_module(preloaded)
+    loaded = load()
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         job = json.loads(line)
         with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
-            pids = [_fork(run_rank, example, job, rank, listener) for rank in range(job["world_size"])]
-        print(json.dumps(_wait(pids, job["timeout"])), file=answers, flush=True)
+            run = supervise if job.get("agent") and supervise is not None else _run_all
+            codes = run(job, lambda job, rank: _fork(run_rank, loaded, job, rank, listener), listener)
+        print(json.dumps(codes), file=answers, flush=True)
+
+
+def load_example(example: str, *others: str) -> Any:
+    """The module of an example, with all that it imports later."""
+    loaded = importlib.import_module(example)
+    for module in ("torch.utils.tensorboard", *others):
+        importlib.import_module(module)
+    return loaded
 
 
 if __name__ == "__main__":
-    serve("pretrain_moe", "megatron.core.transformer.multi_token_prediction", _run_rank)
+    serve(lambda: load_example("pretrain_moe", "megatron.core.transformer.multi_token_prediction"), _run_rank)

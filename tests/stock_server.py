@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`rank_server` for the stock loop: the ranks run ``examples/pretrain_gpt.py``. ``prepare`` is called without a job object.
 
-The reports of a rank are those that its training loop kept.
+The reports of a rank are those that its training loop kept. A job with ``tft`` runs under the stand-in of MindIO TFT; its
+value holds the options of `mindio_stock.use`.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ import logging
 import os
 import socket
 import sys
+import time
 from typing import Any
 
+import mindio_stock
 import rank_server
 
 # ---- what `prepare` may name: changes to the framework before a rank's job begins ------------------------------------------
 
 
-def fail_while_saving(rank: int, step: int) -> None:
+def fail_while_saving(rank: int, step: int, error: str = "UCE ERROR") -> None:
     """A fault in the first checkpoint of ``step``, after the file was written."""
     from megatron.training import training
 
@@ -27,9 +30,26 @@ def fail_while_saving(rank: int, step: int) -> None:
         save(iteration, *args, **kwargs)
         if iteration == step and int(os.environ["RANK"]) == rank and not failed:
             failed.append(iteration)
-            raise RuntimeError("UCE ERROR: while saving")
+            raise RuntimeError(f"{error}: while saving")
 
     training.save_checkpoint = save_and_fail
+
+
+def fail_after_the_metrics(rank: int, step: int) -> None:
+    """A fault in the log line of ``step``, when its MTP metrics are reduced; the other ranks finish theirs meanwhile."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+    from megatron.training import get_args
+
+    clean, failed = MTPLossLoggingHelper.clean_metrics_in_tracker, []
+
+    def fail_or_clean() -> None:
+        if get_args().curr_iteration + 1 == step and int(os.environ["RANK"]) == rank and not failed:
+            failed.append(step)
+            time.sleep(0.5)
+            raise RuntimeError("HCCL OP RETRY FAILED: with the metrics")
+        clean()
+
+    MTPLossLoggingHelper.clean_metrics_in_tracker = staticmethod(fail_or_clean)
 
 
 def leave_out(state: str) -> None:
@@ -61,6 +81,7 @@ def run_rank(example: Any, job: dict[str, Any], rank: int, listener: socket.sock
 
     from mindspeed_recovery.frameworks import megatron_loop
 
+    port = listener.getsockname()[1]
     store = rank_server.join(job, rank, listener)
     torch.manual_seed(0)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["world_size"])}
@@ -69,10 +90,17 @@ def run_rank(example: Any, job: dict[str, Any], rank: int, listener: socket.sock
     if prepare is not None:
         prepare()
     sys.argv[:] = ["pretrain_gpt.py", *job["argv"]]
+    if job.get("tft"):
+
+        def client() -> Any:
+            return torch.distributed.TCPStore("127.0.0.1", port, job["world_size"], is_master=False, use_libuv=True)
+
+        mindio_stock.use(example, rank, job["world_size"], client, **job["tft"])
     code = example.main(store)
     rank_server.leave(job, rank, store, megatron_loop.reports())
     return code
 
 
 if __name__ == "__main__":
-    rank_server.serve("pretrain_gpt", "mindspeed_recovery.frameworks.megatron_job", run_rank)
+    loaded = "pretrain_gpt", "mindspeed_recovery.frameworks.megatron_job"
+    rank_server.serve(lambda: rank_server.load_example(*loaded), run_rank)

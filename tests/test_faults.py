@@ -16,7 +16,7 @@ from mindspeed_recovery.testing.faults import (
     FaultSpecError,
     InjectedFault,
 )
-from mindspeed_recovery.testing.simulator import PERSISTENT, UnsafeMemory
+from mindspeed_recovery.testing.simulator import PERSISTENT, TEMPORARY, UnsafeMemory
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -49,8 +49,10 @@ def bench() -> Bench:
 
 # ---------------------------------------------------------------- text
 
-names = st.text("abcxyz019-_.:", min_size=1, max_size=8).filter(lambda name: name != "all")
-states = st.one_of(st.just(("all",)), st.lists(names, min_size=1, max_size=3, unique=True).map(tuple))
+names = st.text("abcxyz019-_.:", min_size=1, max_size=8).filter(lambda name: name not in ("all", "none"))
+states = st.one_of(
+    st.sampled_from([("all",), ("none",)]), st.lists(names, min_size=1, max_size=3, unique=True).map(tuple)
+)
 
 
 @settings(max_examples=200, deadline=None)
@@ -150,6 +152,14 @@ def test_link_fault_damages_nothing(bench: Bench) -> None:
         injector.at("backward", 3)
     assert caught.value.kind == "link"
     assert bench.memory.check_uce_in_memory() == 0
+    assert (injector.fired, injector.struck) == (1, 0)
+
+
+def test_fault_may_hit_memory_that_nobody_uses(bench: Bench) -> None:
+    injector = bench.injector("uce@rank=1,step=3,at=update,states=none")
+    with pytest.raises(InjectedFault, match="UCE ERROR"):
+        injector.at("update", 3)
+    assert bench.memory.check_uce_in_memory() == TEMPORARY
     assert (injector.fired, injector.struck) == (1, 0)
 
 

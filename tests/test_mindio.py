@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
 import subprocess
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import clusters
 import pytest
 
 from mindspeed_recovery.runtimes import mindio
@@ -22,32 +20,22 @@ from mindspeed_recovery.runtimes.mindio import agreement, chain, layout
 from mindspeed_recovery.runtimes.mindio.window import UpdateWindow
 
 pytestmark = pytest.mark.timeout(60)
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = clusters.ROOT
 BOTH, NEITHER = [True, True], [False, False]
 RESET_HAD_NO_EFFECT = "a name that did not exist"
 
 
-@dataclass(frozen=True)
-class Result:
-    folder: Path
-    codes: list[int]
-
-    def log(self, rank: int) -> str:
-        return (self.folder / f"rank{rank}.log").read_text()
+class Result(clusters.Run):
+    """What a toy job left behind."""
 
     def left(self, rank: int) -> Any:
         return json.loads((self.folder / f"rank{rank}.json").read_text())
 
     def outcome(self) -> Any:
         """What must not depend on faults: states of all ranks, and every point that was logged."""
-        assert not any(self.codes), self.tail()
+        assert self.ended_well, self.tail()
         ranks = [self.left(rank) for rank in range(len(self.codes))]
         return [rank["digest"] for rank in ranks], sorted(ranks[-1]["log"], key=lambda point: (point[0], point[1]))
-
-    def tail(self) -> str:
-        return f"codes {self.codes}\n" + "\n".join(
-            f"--- rank {r}\n{self.log(r)[-3000:]}" for r in range(len(self.codes))
-        )
 
 
 Run = Callable[..., Result]
@@ -56,20 +44,7 @@ Run = Callable[..., Result]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Run the toy job on two ranks, forked from one parent that has torch loaded."""
-    folder = tmp_path_factory.mktemp("mindio-")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    log = (folder / "server.log").open("w")
-    server = subprocess.Popen(
-        [sys.executable, str(ROOT / "tests" / "mindio_ranks.py")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        text=True,
-        env=environment,
-    )
-    assert server.stdin is not None
-    assert server.stdout is not None
-    numbers = itertools.count()
+    server = clusters.RankServer("mindio_ranks.py", tmp_path_factory.mktemp("mindio-"))
 
     def run(
         *faults: dict[str, Any],
@@ -79,10 +54,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         job: dict[str, Any] | None = None,
         **settings: Any,
     ) -> Result:
-        here = folder / f"{next(numbers):03}"
-        here.mkdir()
+        folder = server.new_folder()
         whole = {
-            "folder": str(here),
             "layout": kind,
             "plugin": plugin,
             "first": first,
@@ -90,16 +63,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             "settings": settings,
             "timeout": 40,
         }
-        print(json.dumps(whole | (job or {})), file=server.stdin, flush=True)
-        answer = server.stdout.readline()
-        if not answer:
-            raise RuntimeError("the rank server ended:\n" + (folder / "server.log").read_text()[-4000:])
-        return Result(here, json.loads(answer))
+        return Result(folder, server.run_job(folder, **whole | (job or {})).codes)
 
     yield run
-    server.stdin.close()
-    server.wait(20)
-    log.close()
+    server.close()
 
 
 @pytest.fixture(scope="module")

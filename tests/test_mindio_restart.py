@@ -24,8 +24,8 @@ from mindspeed_recovery.runtimes.mindio.agreement import Agreement, Place
 from mindspeed_recovery.runtimes.mindio.plan import read_plan
 
 pytestmark = pytest.mark.timeout(120)
-AGENT = {"agent": True, "world": 2}
-FOUR = {"agent": True, "world": 4}
+AGENT = {"agent": True, "world_size": 2}
+FOUR = {"agent": True, "world_size": 4}
 Arf = Callable[..., Result]
 
 
@@ -388,7 +388,7 @@ def test_states_are_adopted_before_a_restarted_process_waits_for_its_repair(
     make_module("megatron.training.training", get_args=lambda: arguments, train=train)
     adaptor = make_module("mindspeed_llm.core.high_availability", tft_train=tft_train)
     monkeypatch.setattr(megatron_loop, "_loop", None)
-    monkeypatch.setattr(megatron_loop, "_begin", lambda arguments: begun.append(dict(arguments)))
+    monkeypatch.setattr(megatron_loop, "_begin", lambda train, arguments: begun.append(dict(arguments)))
     leave = megatron_loop.follow_adaptor()
     try:
         assert megatron_loop.follow_adaptor() is leave

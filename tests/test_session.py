@@ -50,10 +50,17 @@ def start(memory: UnsafeMemory) -> Iterator[Callable[..., Session]]:
         session.close()
 
 
-def recover(session: Session, step: int, *, replay: bool = False, between: Callable[[], Any] = lambda: None) -> Report:
+def recover(
+    session: Session,
+    step: int,
+    *,
+    replay: bool = False,
+    from_checkpoint: bool = False,
+    between: Callable[[], Any] = lambda: None,
+) -> Report:
     session.stop()
     session.clean()
-    session.before_rollback(step, replay=replay)
+    session.before_rollback(step, replay=replay, from_checkpoint=from_checkpoint)
     between()
     return session.after_rollback()
 
@@ -415,6 +422,39 @@ def test_random_numbers_of_the_step_come_again_also_if_the_rollback_drew_some(
     first = draw()
     assert recover(session, 0, between=draw).exact
     assert draw() == first
+
+
+def test_random_numbers_that_a_checkpoint_has_put_right_come_also_if_the_rollback_drew_some(
+    start: Callable[..., Session],
+) -> None:
+    session = start(spec("torch:default_generator", "snapshot"))
+    for step in (1, 2, 3):
+        session.begin_step(step)
+        torch.rand(3)
+    loaded = torch.get_rng_state()
+    expected = torch.rand(5)
+    torch.set_rng_state(loaded)
+    report = recover(session, 1, from_checkpoint=True, between=lambda: torch.rand(7))
+    assert (report.exact, action(report)) == (True, "loaded")
+    assert torch.equal(torch.rand(5), expected)
+
+
+def test_what_no_checkpoint_holds_is_begun_anew_where_it_is_unsafe(
+    make_module: Callable[..., Any], start: Callable[..., Session], memory: UnsafeMemory
+) -> None:
+    counts = {"hit": torch.ones(2), "well": torch.ones(2)}
+    module = make_module("toy", TRACKER=dict(counts))
+    session = start(
+        *(spec("toy:TRACKER", "snapshot", name, fields=(name,), settled="after-logging") for name in counts)
+    )
+    session.begin_step(1)
+    memory.mark_unsafe([module.TRACKER["hit"]])
+    report = recover(session, 1, from_checkpoint=True)
+    assert list(module.TRACKER) == ["well"]
+    assert (action(report, "hit"), action(report, "well")) == ("begun anew", "loaded")
+    assert not report.exact
+    assert not report.unsafe
+    assert "no copy of the end of step 1 (unsafe)" in report.failures[0]
 
 
 def test_item_that_the_aborted_step_made_goes_and_one_that_it_removed_comes_back(

@@ -3,130 +3,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
-from clusters import ROOT, Run
+from clusters import Run, StockCluster
+from equal import ON, assert_equal, console, faults
 
-from mindspeed_recovery.frameworks import megatron_loop
-from mindspeed_recovery.frameworks.megatron_reentry import RecordedIterator
-from mindspeed_recovery.testing.compare import compare_scalars, compare_states
+from mindspeed_recovery.frameworks import megatron_job, megatron_loop
+from mindspeed_recovery.frameworks.megatron_reentry import RecordedData, RecordedIterator
 
 pytestmark = pytest.mark.timeout(120)
-
-ON = "--enable-recovery-safe-globals"
-OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
-LAYOUTS = {
-    "overlap": OVERLAP,
-    "ep2": ["--expert-model-parallel-size", "2", *OVERLAP],
-    "dp2": [],
-    "pp2": ["--pipeline-model-parallel-size", "2", "--micro-batch-size", "4"],
-}
-
-
-class StockCluster:
-    """A parent process that has imported Megatron and the example, and forks two ranks for each job."""
-
-    def __init__(self, megatron: Path, folder: Path) -> None:
-        self._folder, self._jobs = folder, 0
-        self._baselines: dict[tuple[str, ...], Run] = {}
-        environment = os.environ | {
-            "PYTHONPATH": f"{megatron}{os.pathsep}{ROOT}",
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
-        self._log = (folder / "server.log").open("w")
-        self._process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "stock_server.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=environment,
-        )
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if line.strip() == "ready":
-            line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("the rank server ended:\n" + (self._folder / "server.log").read_text()[-4000:])
-        return line
-
-    def run(self, layout: str, *options: str, prepare: str = "", **settings: Any) -> Run:
-        self._jobs += 1
-        folder = self._folder / f"{self._jobs:03}"
-        folder.mkdir()
-        argv = [*LAYOUTS[layout], "--tensorboard-dir", f"{folder}/tb", "--save-final", f"{folder}/final", *options]
-        job = {
-            "argv": argv,
-            "world_size": 2,
-            "out": str(folder),
-            "timeout": 60,
-            "prepare": prepare,
-            "options": settings,
-        }
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        return Run(folder, json.loads(self._answer()))
-
-    def baseline(self, layout: str, *options: str) -> Run:
-        """The run without a fault and without the plugin."""
-        key = (layout, *options)
-        if key not in self._baselines:
-            run = self.run(layout, *options)
-            assert run.ended_well, run.tail()
-            self._baselines[key] = run
-        return self._baselines[key]
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
-        self._log.close()
-
-
-@pytest.fixture(scope="module")
-def stock(megatron, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StockCluster]:
-    cluster = StockCluster(megatron("0.19.2"), tmp_path_factory.mktemp("stock"))
-    yield cluster
-    cluster.close()
-
-
-def console(run: Run) -> list[str]:
-    """The log lines of a run, without times."""
-    lines = []
-    for line in run.log(1).splitlines():
-        match = re.search(r"(iteration +\d+/.*consumed samples: +\d+ \|).*?per iteration \(ms\): [\d.]+ \|(.*)", line)
-        if match:
-            lines.append(match[1] + match[2])
-        elif "validation loss at" in line:
-            lines.append(line.strip())
-    return lines
-
-
-def assert_equal(run: Run, baseline: Run) -> None:
-    assert run.ended_well, run.tail()
-    scalars = compare_scalars(baseline.folder / "tb", run.folder / "tb")
-    assert scalars.compared > 100
-    assert scalars.identical, scalars.differences[:10]
-    for rank in (0, 1):
-        states = compare_states(f"{baseline.folder}/final.rank{rank}", f"{run.folder}/final.rank{rank}")
-        assert states.identical, (rank, states.differences[:10])
-
-
-def faults(*specs: str) -> list[str]:
-    return [option for spec in specs for option in ("--fault", spec)]
 
 
 def check(stock: StockCluster, layout: str, *specs: str, options: tuple[str, ...] = ()) -> Run:
@@ -277,6 +165,74 @@ def test_a_batch_that_training_changes_is_given_out_unchanged():
     next(data)["tokens"] = "on the device"
     data.go_back(1)
     assert next(data) == {"tokens": 1}
+
+
+class Outer:
+    """As Megatron's RerunDataIterator holds a loader's iterator."""
+
+    def __init__(self, iterable: Any) -> None:
+        self.iterable = iterable
+
+    def __next__(self) -> Any:
+        return next(self.iterable)
+
+    def advance(self) -> None: ...
+
+
+def test_data_that_somebody_has_put_anew_is_recorded_too():
+    outer = Outer(iter("abc"))
+    data = RecordedData([outer, None], lambda: 1, nullcontext)
+    assert next(outer) == "a"
+    outer.iterable = iter("xyz")
+    data.follow()
+    assert [next(outer), next(outer)] == ["x", "y"]
+    data.go_back(1)
+    assert [next(outer) for _ in range(3)] == ["x", "y", "z"]
+    data.release()
+
+
+def test_function_that_was_taken_by_name_is_followed(make_module):
+    def training_log() -> None: ...
+
+    loop = make_module("megatron.training.training", training_log=training_log)
+    adaptor = make_module("an_adaptor", training_log=training_log)
+    megatron_loop.install_when_loaded()
+    assert adaptor.training_log is loop.training_log is not training_log
+    megatron_loop.uninstall()
+    assert adaptor.training_log is loop.training_log is training_log
+
+
+@pytest.fixture
+def rolled_back():
+    return []
+
+
+@pytest.fixture
+def foreign(rolled_back):
+    chores = {"eval": lambda step: step % 3 == 0, "end": lambda step: True}
+    return megatron_job._Foreign(None, None, lambda *_: None, lambda *call: rolled_back.append(call), chores, 0)
+
+
+def test_what_is_owed_after_a_step_is_what_any_rank_had_not_done(foreign, rolled_back):
+    foreign.mark("end", 2)
+    assert foreign.unfinished(2) == {"eval": False, "end": False}
+    assert foreign.unfinished(3) == {"eval": True, "end": True}
+    foreign.mark("eval", 3)
+    assert foreign.unfinished(3) == {"eval": False, "end": True}
+    foreign.rolled_back(3, {"eval": True, "end": True}, False)
+    assert (foreign.marked("eval"), foreign.marked("end")) == (2, 2)
+    assert rolled_back == [(3, [])]
+
+
+def test_without_an_agreement_nothing_is_made_up_for_and_that_is_told(foreign, rolled_back):
+    foreign.rolled_back(3, None, False)
+    assert (foreign.marked("eval"), foreign.marked("end")) == (3, 3)
+    assert rolled_back == [(3, ["eval", "end"])]
+
+
+def test_loop_that_goes_its_own_way_owes_nothing():
+    foreign = megatron_job._Foreign(None, None, lambda *_: None, lambda *_: None, {}, 0)
+    assert foreign.unfinished(3) == {"eval": False, "end": False}
 
 
 @pytest.mark.parametrize("name", megatron_loop.wrappers())

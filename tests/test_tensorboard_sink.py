@@ -108,6 +108,16 @@ def test_line_replayed_after_it_was_settled_is_not_written_again(writer: Any, si
     assert points() == line(1, 1) + line(2, 2) + line(3, 3) + line(4, 4)
 
 
+def test_settled_steps_that_a_checkpoint_makes_training_repeat_are_not_written_again(
+    writer: Any, sink: Any, points: Any
+) -> None:
+    train(writer, sink, range(1, 5))
+    sink.rollback(1)
+    train(writer, sink, range(2, 7))
+    writer.close()
+    assert points() == [point for step in range(1, 7) for point in line(step, step)]
+
+
 def test_many_recoveries_write_each_point_once(writer: Any, sink: Any, points: Any) -> None:
     for last in range(2, 9):
         train(writer, sink, range(last - 1, last + 1))

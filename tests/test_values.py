@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mindspeed_recovery.core.memory import PlainMemory
-from mindspeed_recovery.core.values import Buffers, Capture, tensors
+from mindspeed_recovery.core.values import Buffers, Capture, Restoring, tensors
 from mindspeed_recovery.testing.simulator import UnsafeMemory
 
 pytestmark = pytest.mark.timeout(120)
@@ -323,6 +323,20 @@ def test_named_tuple_whose_number_changed_stays_a_named_tuple(buffers: Buffers) 
     capture.restore(holder)
     assert isinstance(holder["pair"], Pair)
     assert holder["pair"].second == 1
+
+
+def test_process_group_is_no_state_even_where_it_is_all_there_is(buffers: Buffers) -> None:
+    class Group(torch.distributed.ProcessGroup):
+        def __init__(self) -> None:
+            super().__init__(0, 1)
+            self.connection, self.scratch = "first", torch.ones(2)
+
+    group = Group()
+    assert list(tensors(group)) == []
+    capture = Capture(group, buffers)
+    group.connection = "second"
+    assert capture.restore(None, Restoring()) is group
+    assert group.connection == "second"
 
 
 def test_objects_in_a_state_are_followed_if_they_hold_a_tensor_themselves(buffers: Buffers) -> None:

@@ -124,6 +124,8 @@ class Copies:
     def __init__(self, host_empty: HostEmpty) -> None:
         self.start = Slot("start", host_empty)
         self.update = Slot("update", host_empty)
+        self.kept = Slot("kept", host_empty)
+        """Values that a rollback found right and must leave so, though it runs code that may change them."""
         self.taking: Slot | None = None
         """The slot that was being taken when the gate closed. The training thread had then gone no further, so the
         live values are still those of that moment."""
@@ -162,4 +164,4 @@ class Copies:
 
     @property
     def nbytes(self) -> int:
-        return self.start.nbytes + self.update.nbytes
+        return self.start.nbytes + self.update.nbytes + self.kept.nbytes

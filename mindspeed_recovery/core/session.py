@@ -320,9 +320,13 @@ class Session:
             for name in list(self._quarantines):
                 self._lift(name)
             self._find_owners()
+            self.copies.kept.discard(after_step=-1)
+            self.copies.kept.begin(step)
             for state in self._protected():
                 with self._outcome(state, _DONE[state.spec.policy]) as outcome:
                     self._restore(state, step, replay, outcome)
+            self.copies.kept.enqueued()
+            self.copies.kept.settle()
 
     def after_rollback(self) -> Report:
         """All ranks: reset the trackers again, put the rank's own states to the step once more (the rollback may have
@@ -337,12 +341,10 @@ class Session:
                 with self._outcome(state, _DONE[state.spec.policy]) as outcome:
                     if state.spec.policy is Policy.RESET:
                         self._reset(state)
-                    elif (
-                        state.spec.policy is Policy.SNAPSHOT
-                        and state.spec.settled == "before-update"
-                        and outcome.source
-                    ):
+                    elif _drawn_from(state.spec) and outcome.source:
                         self._restore(state, report.step, False, outcome)
+                    elif (kept := self.copies.kept.get(state.name, report.step)) is not None:
+                        self._put_copy_back(state, kept, outcome)
                     report.unsafe += self._unsafe(state)
         self.reports.append(report)
         for state in self.registry:
@@ -419,10 +421,21 @@ class Session:
         unsafe = self._unsafe(state)
         if not unsafe and (self._report.from_checkpoint or self.copies.live_is(state.spec, step, replay)):
             outcome.action = "loaded" if self._report.from_checkpoint else "kept"
+            if _drawn_from(state.spec):
+                self.copies.kept.take(state.spec, state.places())
             return
         reason = "unsafe" if unsafe else state.too_large or state.unprotected or "left as it is"
         outcome.error = f"no copy of the end of step {step} ({reason}); tried {', '.join(outcome.tried)}"
+        if unsafe and self._report.from_checkpoint:
+            self._begin_anew(state, outcome)
         outcome.fatal = state.spec.on_missing == "error"
+
+    def _begin_anew(self, state: TrackedState, outcome: Outcome) -> None:
+        """A state that is in no checkpoint: in a process that has begun with one, the framework makes the items anew."""
+        for place in state.places():
+            if isinstance(place.holder, dict):
+                place.remove()
+                outcome.action = "begun anew"
 
     def _put_copy_back(self, state: TrackedState, copy: StateCopy, outcome: Outcome) -> None:
         pairs, new = pair_up(state.places(), copy.captures)
@@ -487,6 +500,11 @@ _DONE = {
     Policy.REPLICATE: "restored",
     Policy.SNAPSHOT: "restored",
 }
+
+
+def _drawn_from(spec: StateSpec) -> bool:
+    """Whether the code of a rollback may change the state: a random generator."""
+    return spec.policy is Policy.SNAPSHOT and spec.settled == "before-update"
 
 
 def _put_back(place: Place, capture: Capture, restoring: Restoring) -> None:

@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mindspeed_recovery.core import memory
@@ -45,9 +46,14 @@ def children(value: Any, top: bool = False) -> Iterator[tuple[str, Any]]:
             yield f".{key}", getattr(value, key)
 
 
+_OPAQUE: tuple[type, ...] = (type, Tensor, Enum)
+if dist.is_available():
+    _OPAQUE += (dist.ProcessGroup,)  # a means to communicate is not state; its attributes are its runtime's
+
+
 def is_record(value: Any, top: bool = False) -> bool:
     """Whether the attributes of ``value`` are part of the state."""
-    if isinstance(value, (type, Tensor, Enum)) or is_generator(value):
+    if isinstance(value, _OPAQUE) or is_generator(value):
         return False
     if dataclasses.is_dataclass(value) or isinstance(value, nn.Module):
         return True

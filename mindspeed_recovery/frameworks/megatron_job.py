@@ -3,8 +3,8 @@
 
 It keeps what ``train()`` has in local variables (position, sums of the log line, counted operations), tells the runtime
 where a step is, and makes good before a second call of ``train()`` what the fault interrupted: data, evaluation, the end of
-the iteration with its checkpoint. Under MindIO TFT the adaptor restores data and position; an evaluation or checkpoint that
-was interrupted is then left out, with a WARNING, since the ranks have no way to agree on it from here.
+the iteration with its checkpoint. Under MindIO TFT the adaptor restores data and position, and the ranks agree in its
+rollback on what is made good; where they cannot, an interrupted evaluation or checkpoint is left out, with a WARNING.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,9 @@ would begin anew; here it is a tracked state."""
 
 _LOG_SUMS_NAME = "console-log-sums"
 
+_MARKS = {"evaluation": "eval", "checkpoint": "end"}
+"""Under which mark it is made up for."""
+
 _COUNTS = ("consumed_train_samples", "skipped_train_samples", "consumed_train_bins")
 
 
@@ -55,9 +58,10 @@ class Loop:
     """One training job in this process: from the first call of ``train()`` until it returns. Training thread, but `log`'s
     replay, which is the runtime's."""
 
-    def __init__(self, training: Any, arguments: dict[str, Any], standalone: Standalone | None) -> None:
-        """``training``: the module ``megatron.training.training``; ``arguments``: those of ``train()``, by name, in which
-        the data iterators are replaced; ``standalone``: None where MindIO TFT is the runtime."""
+    def __init__(self, training: Any, train: Wrapped, arguments: dict[str, Any], standalone: Standalone | None) -> None:
+        """``training``: the module ``megatron.training.training``; ``train``: its function; ``arguments``: those of
+        ``train()``, by name, in which the data iterators are replaced; ``standalone``: None where MindIO TFT is the
+        runtime."""
         self._training = training
         self._args = training.get_args()
         self._arguments = arguments
@@ -67,8 +71,8 @@ class Loop:
         self._step_operations: Any = 0
         self._logging = False
         self._thread = threading.get_ident()
-        self._doing: str | None = None
-        self._evaluated: int = self._args.iteration
+        self._entering = self._should_exit = False
+        self._doing: tuple[str, int] | None = None  # and after which step
         self._evaluations: list[tuple[int, int]] = []
         self._enabled = False
         self._undo: list[Callable[[], None]] = []
@@ -84,9 +88,11 @@ class Loop:
                 training, self._session, arguments["model"], arguments["optimizer"], self._args.recovery_drill
             )
         self._runtime = self._make_runtime(standalone) if standalone is not None else None
-        self._driver: StandaloneRuntime | _Foreign = self._runtime or _Foreign(self._session, self.sink, self._write)
-        if self._runtime is None:
-            self._follow_mindio()
+        self._driver: StandaloneRuntime | _Foreign
+        if self._runtime is not None:
+            self._driver = self._runtime
+        else:
+            self._driver = self._follow_mindio(self._chores(train))
         if self._runtime is not None or self._rehearsal is not None:
             self._record_data(getattr(standalone.device, "host", nullcontext) if standalone else nullcontext)
             self._undo.append(before_first_write(arguments["optimizer"], self._before_write))
@@ -139,12 +145,17 @@ class Loop:
             data = self._data[name] = RecordedData(self._arguments[f"{name}_data_iterator"], step, host)
             self._arguments[f"{name}_data_iterator"] = data.data
 
-    def _follow_mindio(self) -> None:
+    def _follow_mindio(self, chores: Mapping[str, Callable[[int], bool]]) -> _Foreign:
+        driver = _Foreign(self._session, self.sink, self._write, self._rolled_back, chores, self.done)
         self._undo.append(
             mindio.install_when_loaded(
-                lambda: self._session, sink=lambda: self.sink, max_retries=self._args.recovery_max_retries
+                lambda: self._session,
+                sink=lambda: self.sink,
+                duties=lambda: driver,
+                max_retries=self._args.recovery_max_retries,
             )
         )
+        return driver
 
     @property
     def recovered_by_itself(self) -> bool:
@@ -185,15 +196,27 @@ class Loop:
             api.disable()
 
     def _enter(self, train: Wrapped, arguments: inspect.BoundArguments) -> Any:
-        self._thread = threading.get_ident()
-        self.entries += 1
-        should_exit = self.entries > 1 and self._reenter()
-        if should_exit:
-            self._args.train_iters = self._args.iteration  # train() then only cleans up
+        self._begin_entry()
+        self._entering = True
         result = train(*arguments.args, **arguments.kwargs)
-        if should_exit:
+        if self._should_exit:
             sys.exit(0)
         return result
+
+    def train_begins(self) -> bool:
+        """``train()`` has begun. Returns whether for the first time. If not by `run`, somebody between us and it has called
+        it again: MindIO TFT's wrapper, where the adaptor's came before ours."""
+        if not self._entering:
+            self._begin_entry()
+        self._entering = False
+        return self.entries == 1
+
+    def _begin_entry(self) -> None:
+        self._thread = threading.get_ident()
+        self.entries += 1
+        self._should_exit = self.entries > 1 and self._reenter()
+        if self._should_exit:
+            self._args.train_iters = self._args.iteration  # train() then only cleans up
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
@@ -231,6 +254,7 @@ class Loop:
     def log(self, training_log: Wrapped, call: inspect.BoundArguments) -> Any:
         """``training_log()`` is called: the update is over, and the position is that of the next step."""
         step = call.arguments["iteration"]
+        self._note_evaluation(step)
         call.arguments["total_loss_dict"] = LOG_SUMS
         if call.arguments.get("is_first_iteration"):
             call.arguments["is_first_iteration"] = self.entries == 1
@@ -256,7 +280,7 @@ class Loop:
 
     def evaluate(self, evaluate: Callable[[], Any], step: int) -> Any:
         """``evaluate_and_print_results()`` is called after ``step``."""
-        self._evaluations = [*self._evaluations[-3:], (step, self._args.consumed_valid_samples)]
+        self._note_evaluation(step)
         return self._do("evaluation", evaluate, "eval", step)
 
     def save(self, save: Callable[[], Any]) -> Any:
@@ -268,11 +292,9 @@ class Loop:
         return self._do(None, decide, "end", step)
 
     def _do(self, what: str | None, call: Callable[[], Any], mark: str | None = None, step: int = 0) -> Any:
-        self._doing = what
+        self._doing = (what, self.done) if what is not None else None
         result = call()
         self._doing = None
-        if mark == "eval":
-            self._evaluated = step
         if mark is not None:
             self._driver.mark(mark, step)
         return result
@@ -297,26 +319,56 @@ class Loop:
         gc.collect()
         self._reentry.prepare()
         step = self._args.iteration
-        if self._runtime is None:
-            skipped = "evaluation" if self._evaluation_due(step) and self._evaluated < step else None
-            if self._doing or skipped:
-                logger.warning("the %s after step %d is left out, because of a fault", self._doing or skipped, step)
-            self._doing = None
-            return False
-        evaluation_owed = self._evaluation_due(step) and self._runtime.marked("eval") < step
-        self._data["train"].go_back(step + 1)
-        self._data["valid"].go_back(step if evaluation_owed else step + 1)
-        self._forget_evaluations(step if evaluation_owed else step + 1)
-        self._reentry.without_hooks(lambda: self._evaluate(step) if evaluation_owed else None)
-        should_exit = self._runtime.marked("end") < step and self._end_iteration(step)
+        evaluation_owed = self._evaluation_due(step) and self._driver.marked("eval") < step
+        if self._runtime is not None:
+            self._data["train"].go_back(step + 1)
+            self._data["valid"].go_back(step if evaluation_owed else step + 1)
+            self._forget_evaluations(step if evaluation_owed else step + 1)
+        for data in self._data.values():
+            data.follow()
+        if evaluation_owed or self._runtime is not None:  # MindIO TFT's adaptor has gathered the parameters
+            self._reentry.without_hooks(lambda: self._evaluate(step) if evaluation_owed else None)
+        should_exit = self._driver.marked("end") < step and self._end_iteration(step)
         self._reentry.stop_timers()
         return should_exit
+
+    def _rolled_back(self, step: int, left_out: list[str]) -> None:
+        """MindIO TFT goes back to ``step``, and its adaptor to where ``args`` says in the data. On its thread."""
+        evaluation_owed = self._evaluation_due(step) and self._driver.marked("eval") < step
+        self._forget_evaluations(step if evaluation_owed else step + 1)
+        doing, self._doing = self._doing, None
+        lost = "evaluation" if "eval" in left_out else None
+        if doing is not None and doing[1] == step and self._driver.marked(_MARKS[doing[0]]) == step:
+            lost = doing[0]
+        if lost is not None:
+            logger.warning("the %s after step %d is left out, because of a fault", lost, step)
+
+    def _chores(self, train: Wrapped) -> dict[str, Callable[[int], bool]]:
+        """What ``train()`` does after the log line of a step, and whether it is due; only what it calls by a name that was
+        wrapped here, so that it is known when it has been done."""
+        loop = inspect.unwrap(train)
+
+        def follows(name: str) -> bool:
+            called = name in getattr(getattr(loop, "__code__", None), "co_names", ())
+            return called and hasattr(getattr(loop, "__globals__", {}).get(name), "_recovery_wrapper")
+
+        chores: dict[str, Callable[[int], bool]] = {}
+        if follows("evaluate_and_print_results"):
+            chores["eval"] = self._evaluation_due
+        if follows("checkpoint_and_decide_exit"):
+            chores["end"] = lambda step: True
+        return chores
 
     def _evaluation_due(self, step: int) -> bool:
         args = self._args
         first = getattr(args, "start_eval_at_iter", None)
         due = args.eval_interval and step % args.eval_interval == 0 and args.do_valid
         return bool(due) and (first is None or step >= first)
+
+    def _note_evaluation(self, step: int) -> None:
+        """Remember where the validation data is before the evaluation after ``step``."""
+        if self._evaluation_due(step) and step not in dict(self._evaluations):
+            self._evaluations = [*self._evaluations[-3:], (step, self._args.consumed_valid_samples)]
 
     def _forget_evaluations(self, first: int) -> None:
         again = [consumed for step, consumed in self._evaluations if step >= first]
@@ -398,10 +450,23 @@ def _to_device(value: Any) -> Any:
 
 
 class _Foreign:
-    """Stands for a runtime that has its own way into the job (MindIO TFT): the copies before a step and the log are ours."""
+    """Stands for a runtime that has its own way into the job (MindIO TFT): the copies before a step and the log are ours,
+    and what the step has still to do after its log line. `Duties` of that runtime."""
 
-    def __init__(self, session: Session, sink: Any, write_log: Callable[[int, Any], None]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        sink: Any,
+        write_log: Callable[[int, Any], None],
+        rolled_back: Callable[[int, list[str]], None],
+        chores: Mapping[str, Callable[[int], bool]],
+        step: int,
+    ) -> None:
+        """``rolled_back(step, left_out)``: a recovery goes back, and nobody makes up for what this rank had still to do;
+        ``chores``: what is done after a step, by name, and whether it is due; ``step``: the last one done."""
         self._session, self._sink, self._write_log = session, sink, write_log
+        self._rolled_back, self._chores = rolled_back, chores
+        self._marks: dict[str, int] = dict.fromkeys(("eval", "end"), step)
         self._line: Any = None
 
     def begin_step(self, step: int) -> None:
@@ -422,7 +487,24 @@ class _Foreign:
         self._session.after_log(step)
 
     def mark(self, what: str, step: int) -> None:
-        pass
+        self._marks[what] = step
+
+    def marked(self, what: str) -> int:
+        return self._marks[what]
+
+    def unfinished(self, step: int) -> dict[str, bool]:
+        return {
+            what: what in self._chores and self._chores[what](step) and done < step
+            for what, done in self._marks.items()
+        }
+
+    def rolled_back(self, step: int, owed: Mapping[str, bool] | None, from_checkpoint: bool) -> None:
+        if from_checkpoint:
+            LOG_SUMS.clear()  # as in a process that has begun with it
+        owed = owed or {}
+        left_out = [what for what, unfinished in self.unfinished(step).items() if unfinished and not owed.get(what)]
+        self._marks = {what: step - 1 if owed.get(what) else step for what in self._marks}
+        self._rolled_back(step, left_out)
 
 
 class _StockJob(MegatronJob):

@@ -4,7 +4,9 @@
 ``pretrain()`` and ``train()`` call each other, and all the rest, by the names of that module, so each name gets a wrapper
 (`wrappers`): ``train`` builds the session and finds the runtime, ``train_step`` begins a step (or the drill's),
 ``training_log`` ends its update, evaluations and the end of an iteration are marked. A runtime that recovers the job calls
-``train`` again; what a second call breaks is made good by `megatron_reentry`. The job itself is `megatron_job.Loop`.
+``train`` again; what a second call breaks is made good by `megatron_reentry`. Where the runtime's wrapper stands inside
+ours, so that it calls ``train`` again behind it, the first thing that ``train`` does shows it: it writes the arguments to
+TensorBoard. The job itself is `megatron_job.Loop`.
 
 The runtime is MindIO TFT where it is loaded, else the standalone one where `use_standalone` has named a device, else none:
 the flag is then without effect, which is one WARNING. Importing this module imports neither torch nor Megatron, and no
@@ -113,13 +115,22 @@ def uninstall() -> None:
     for name in _FACTORIES if module is not None else ():
         function = getattr(module, name, None)
         if getattr(function, "_recovery_wrapper", False):
-            setattr(module, name, function.__wrapped__)  # type: ignore[union-attr]
+            _rebind(name, function, function.__wrapped__)  # type: ignore[union-attr]
 
 
 def _wrap_all(module: ModuleType) -> None:
     for name, factory in _FACTORIES.items() if _installed else ():
-        if hasattr(module, name):
-            setattr(module, name, factory(getattr(module, name)))
+        function = getattr(module, name, None)
+        if function is not None:
+            _rebind(name, function, factory(function))
+
+
+def _rebind(name: str, old: Any, new: Any) -> None:
+    """In every loaded module: some have taken the function by name before, as the adaptor of MindIO TFT does with
+    ``training_log``."""
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType) and vars(module).get(name) is old:
+            setattr(module, name, new)
 
 
 def follow_adaptor() -> Callable[[], None]:
@@ -175,7 +186,7 @@ def recovery_train_wrapper(train: Wrapped) -> Wrapped:
             return train(*args, **kwargs)
         _entered = True
         arguments = _bind(train, args, kwargs)
-        loop = _loop = _loop or _begin(arguments.arguments)
+        loop = _loop = _loop or _begin(train, arguments.arguments)
         return train(*args, **kwargs) if loop is None else _run(loop, train, arguments)
 
     return _around(train, run)
@@ -187,7 +198,7 @@ def recovery_entry_wrapper(tft_train: Wrapped) -> Wrapped:
         training = sys.modules[_TRAINING]
         if _loop is None and getattr(training.get_args(), "enable_recovery_safe_globals", False):
             train = getattr(sys.modules.get(_OWN_LOOP), "train", training.train)
-            _loop = _begin(inspect.signature(train).bind_partial(*args, **kwargs).arguments)
+            _loop = _begin(train, inspect.signature(train).bind_partial(*args, **kwargs).arguments)
         return tft_train(*args, **kwargs)
 
     return _around(tft_train, run)
@@ -252,7 +263,7 @@ def recovery_end_of_iteration_wrapper(checkpoint_and_decide_exit: Wrapped) -> Wr
 
 def recovery_write_args_wrapper(write_args_to_tensorboard: Wrapped) -> Wrapped:
     def run(write: Wrapped, *args: Any, **kwargs: Any) -> Any:
-        return None if _loop is not None and _loop.entries > 1 else write(*args, **kwargs)
+        return write(*args, **kwargs) if _loop is None or _loop.train_begins() else None
 
     return _around(write_args_to_tensorboard, run)
 
@@ -284,7 +295,7 @@ def _warn_if_passed_by() -> None:
     _entered = True
 
 
-def _begin(arguments: dict[str, Any]) -> Loop | None:
+def _begin(train: Wrapped, arguments: dict[str, Any]) -> Loop | None:
     """What the first call of ``train()`` sets up; None, with a WARNING, where nobody could recover this process."""
     from mindspeed_recovery.frameworks.megatron_job import Loop
     from mindspeed_recovery.runtimes.mindio import layout
@@ -298,7 +309,7 @@ def _begin(arguments: dict[str, Any]) -> Loop | None:
                 "(mindio_ttp, --enable-high-availability), or name a device with megatron_loop.use_standalone()"
             )
         return None
-    return Loop(sys.modules[_TRAINING], arguments, None if mindio else _standalone)
+    return Loop(sys.modules[_TRAINING], train, arguments, None if mindio else _standalone)
 
 
 def _run(loop: Loop, train: Wrapped, arguments: inspect.BoundArguments) -> Any:

@@ -24,8 +24,8 @@ class Reentry:
         from megatron.core.rerun_state_machine import get_rerun_state_machine
 
         self._training, self._model, self._optimizer, self._config = training, model, optimizer, config
-        self._rerun = get_rerun_state_machine()
-        self._rerun_mode = self._rerun.get_mode()
+        self._rerun = get_rerun_state_machine
+        self._rerun_mode = self._rerun().get_mode()
         self._functions = {name: getattr(config, name, None) for name in _SYNC_FUNCTIONS}
 
     def prepare(self) -> None:
@@ -45,11 +45,12 @@ class Reentry:
         self.stop_timers()
         self._training.get_timers()("interval-time").start()
         self._forget_rerun()
-        self._rerun.current_iteration = done
+        self._rerun().current_iteration = done
 
     def _forget_rerun(self) -> None:
-        self._rerun.state = type(self._rerun.state).NOT_RUNNING_YET
-        self._rerun.mode = self._rerun_mode  # an evaluation switches it off; set_mode() would log it
+        machine = self._rerun()  # MindIO TFT's adaptor has it made anew
+        machine.state = type(machine.state).NOT_RUNNING_YET
+        machine.mode = self._rerun_mode  # an evaluation switches it off; set_mode() would log it
 
     def stop_timers(self) -> None:
         """Timers that the aborted step had started are stopped, and their time forgotten."""
@@ -134,7 +135,7 @@ class RecordedData:
 
     def __init__(self, data: Any, step: Callable[[], int], host: Callable[[], AbstractContextManager[Any]]) -> None:
         self._recorded: list[RecordedIterator] = []
-        self._outer: list[Any] = []
+        self._outer: dict[int, Any] = {}  # by the place of their recorded iterator
         self._step, self._host = step, host
         self.data = [self._record(one) for one in data] if isinstance(data, list) else self._record(data)
         """To be passed to ``train()`` in place of ``data``."""
@@ -146,7 +147,7 @@ class RecordedData:
             recorded = RecordedIterator(iterator, self._step, self._host)
         else:
             recorded = iterator.iterable = RecordedIterator(iterator.iterable, self._step, self._host)
-            self._outer.append(iterator)
+            self._outer[len(self._recorded)] = iterator
         self._recorded.append(recorded)
         return iterator if hasattr(iterator, "iterable") else recorded
 
@@ -159,12 +160,19 @@ class RecordedData:
         """See `RecordedIterator.go_back`."""
         for recorded in self._recorded:
             recorded.go_back(first)
-        for iterator in self._outer:
+        for iterator in self._outer.values():
             iterator.advance()  # a rerun of the aborted step is not under way any more
+
+    def follow(self) -> None:
+        """Record again where somebody (the adaptor of MindIO TFT, going back in its own way) has put another iterator."""
+        for place, iterator in self._outer.items():
+            if not isinstance(iterator.iterable, RecordedIterator):
+                recorded = RecordedIterator(iterator.iterable, self._step, self._host)
+                self._recorded[place] = iterator.iterable = recorded
 
     def release(self) -> None:
         """The framework's iterators draw for themselves again; what was to be given out again still is."""
-        for iterator in self._outer:
+        for iterator in self._outer.values():
             recorded = iterator.iterable
             if isinstance(recorded, RecordedIterator) and not recorded._again:
                 iterator.iterable = recorded._iterator

@@ -26,9 +26,10 @@ class HeldEvents:
         self._file_writer.event_writer = self
         self._closed = False
         self._step = 0
+        self._settled = -1
         self._held: deque[tuple[int, Any]] = deque()
         # How often each (tag, step) was written, by training step: in this attempt at the step, and at most in one before.
-        # A rollback never goes back behind the last settled step, so older ones are forgotten.
+        # Those of settled steps are forgotten: all of such a step is in the file.
         self._now: dict[int, Counter[tuple[str, int]]] = {}
         self._before: dict[int, Counter[tuple[str, int]]] = {}
 
@@ -54,8 +55,9 @@ class HeldEvents:
             return
         self._release(step)
         self._events.flush()
+        self._settled = max(self._settled, step)
         for counts in (self._now, self._before):
-            for old in [at for at in counts if at < step]:
+            for old in [at for at in counts if at <= step]:
                 del counts[old]
 
     def rollback(self, step: int) -> None:
@@ -70,7 +72,10 @@ class HeldEvents:
     # ---- the SummaryWriter's side ----------------------------------------------------------------------------------
 
     def add_event(self, event: Any) -> None:
-        """Hold ``event`` unless an earlier attempt at this step has written all of it: the first write wins."""
+        """Hold ``event`` unless an earlier attempt at this step has written all of it: the first write wins. Only a
+        checkpoint is behind the last settled step, and what is computed again up to that is in the file."""
+        if self._step <= self._settled:
+            return
         keys = [(value.tag, event.step) for value in event.summary.value] if event.HasField("summary") else []
         now = self._now.setdefault(self._step, Counter())
         now.update(keys)

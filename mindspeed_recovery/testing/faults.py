@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults injected at a chosen rank, step and point of a training step.
 
-A fault is written ``KIND@rank=R,step=K,at=POINT[,states=NAME+NAME|all][,visit=N]``, for example
+A fault is written ``KIND@rank=R,step=K,at=POINT[,states=NAME+NAME|all|none][,visit=N]``, for example
 ``uce@rank=1,step=3,at=router,states=moe-aux-loss-tracker,visit=3``. The same text twice is a second fault in
 the first recomputation of the step.
 """
@@ -17,9 +17,9 @@ from typing import Protocol
 import torch
 
 KINDS = ("uce", "link")
-POINTS = ("forward", "router", "backward", "optimizer", "log", "eval")
-ALL = "all"
-GRAMMAR = "KIND@rank=R,step=K,at=POINT[,states=NAME+NAME|all][,visit=N]"
+POINTS = ("forward", "router", "backward", "update", "optimizer", "log", "eval")
+ALL, NONE = "all", "none"
+GRAMMAR = "KIND@rank=R,step=K,at=POINT[,states=NAME+NAME|all|none][,visit=N]"
 
 _NUMBER_KEYS = ("rank", "step", "visit")
 _KEYS = ("rank", "step", "at", "states", "visit")
@@ -58,7 +58,8 @@ class FaultSpec:
         rank: global rank, from 0.
         step: training step, from 1 as frameworks count them (0 is allowed).
         at: the point of the step, one of ``POINTS``.
-        states: names of the states that are hit; ``("all",)`` is all device memory.
+        states: names of the states that are hit; ``("all",)`` is all device memory, ``("none",)`` memory that is in
+            nobody's use.
         visit: which visit of the point within one attempt at the step, from 1.
 
     Raises:
@@ -85,8 +86,9 @@ class FaultSpec:
                 raise self._error(f"states: {name!r} is not a state name")
         if not self.states or len(set(self.states)) != len(self.states):
             raise self._error(f"states={'+'.join(self.states)}: name each state once")
-        if ALL in self.states and len(self.states) > 1:
-            raise self._error(f"states={'+'.join(self.states)}: {ALL} stands alone")
+        for word in (ALL, NONE):
+            if word in self.states and len(self.states) > 1:
+                raise self._error(f"states={'+'.join(self.states)}: {word} stands alone")
         if self.kind == "link" and self.states != (ALL,):
             raise self._error(f"states={'+'.join(self.states)}: a link fault damages no state")
 
@@ -216,7 +218,8 @@ class FaultInjector:
 
     def _fire(self, fault: FaultSpec) -> None:
         if fault.kind == "uce":
-            self.struck += self._memory.strike(self._tensors_of(fault))
+            temporary = fault.states == (NONE,)
+            self.struck += self._memory.strike([] if temporary else self._tensors_of(fault), not temporary)
         self._waiting.remove(fault)
         self.fired += 1
         self.begin_step(fault.step)

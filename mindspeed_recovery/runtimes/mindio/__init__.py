@@ -28,6 +28,7 @@ from mindspeed_recovery.runtimes.mindio.layout import (
 
 if TYPE_CHECKING:
     from mindspeed_recovery.core.session import Session
+    from mindspeed_recovery.runtimes.mindio.recovery import Duties
     from mindspeed_recovery.runtimes.standalone import LogSink
 
 __all__ = ["MindioLayoutError", "MindioUnsupported", "install", "install_when_loaded", "is_available", "is_fault"]
@@ -53,16 +54,17 @@ def install(
     session: Callable[[], Session | None],
     *,
     sink: Callable[[], LogSink | None] = lambda: None,
+    duties: Callable[[], Duties | None] = lambda: None,
     max_retries: int = 3,
     timeout: float = 20.0,
     copy_before_update: bool = True,
 ) -> Callable[[], None]:
     """Let TFT drive the session that ``session()`` returns; while it returns None, recoveries are as without the plugin.
 
-    ``sink()``: where log lines go, told of every rollback. ``max_retries``: how often the unsafe-data net has one step
-    tried again. ``timeout``: seconds to wait for the other ranks' vote in a rollback; must stay below TFT's limit for one
-    callback. ``copy_before_update``: whether the copies before the update are taken here; False where the framework's own
-    hook takes them.
+    ``sink()``: where log lines go, told of every rollback. ``duties()``: see `recovery.Duties`. ``max_retries``: how often
+    the unsafe-data net has one step tried again. ``timeout``: seconds to wait for the other ranks' vote in a rollback; must
+    stay below TFT's limit for one callback. ``copy_before_update``: whether the copies before the update are taken here;
+    False where the framework's own hook takes them.
 
     Before or after the adaptor registers its callbacks. Returns the inverse; a second call changes nothing and returns
     the first one's. Any thread. Raises MindioLayoutError if mindio_ttp is not loaded or not one that we know, and
@@ -82,7 +84,13 @@ def install(
     from mindspeed_recovery.runtimes.mindio.window import watch
 
     recovery = Recovery(
-        decorator, session, sink, max_retries=max_retries, timeout=timeout, copy_before_update=copy_before_update
+        decorator,
+        session,
+        sink,
+        duties,
+        max_retries=max_retries,
+        timeout=timeout,
+        copy_before_update=copy_before_update,
     )
     undos = [chain(decorator.save_handler, f"execute_{phase}", getattr(recovery, phase)) for phase in PHASES]
     undos += [watch(decorator, recovery.before_window, recovery.window), recovery.net.install()]
@@ -101,6 +109,7 @@ def install_when_loaded(
     session: Callable[[], Session | None],
     *,
     sink: Callable[[], LogSink | None] = lambda: None,
+    duties: Callable[[], Duties | None] = lambda: None,
     max_retries: int = 3,
     timeout: float = 20.0,
     copy_before_update: bool = True,
@@ -118,7 +127,12 @@ def install_when_loaded(
             return
         try:
             undo = install(
-                session, sink=sink, max_retries=max_retries, timeout=timeout, copy_before_update=copy_before_update
+                session,
+                sink=sink,
+                duties=duties,
+                max_retries=max_retries,
+                timeout=timeout,
+                copy_before_update=copy_before_update,
             )
         except (MindioLayoutError, MindioUnsupported) as error:
             logger.error("%s", error)

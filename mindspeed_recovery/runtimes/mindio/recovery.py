@@ -22,10 +22,10 @@ import functools
 import hashlib
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from mindspeed_recovery.core.session import Session
 from mindspeed_recovery.errors import RecoveryFailed
@@ -43,6 +43,20 @@ logger = logging.getLogger("mindspeed_recovery")
 
 Original = Callable[[], Any]
 
+_UNFINISHED = "unfinished-"
+
+
+class Duties(Protocol):
+    """What a training loop does after the log line of a step: an evaluation, a checkpoint. All ranks do it, or none."""
+
+    def unfinished(self, step: int) -> Mapping[str, bool]:
+        """Whether this rank has something of ``step`` still to do, by name; the names are the same on every rank."""
+
+    def rolled_back(self, step: int, owed: Mapping[str, bool] | None, from_checkpoint: bool) -> None:
+        """Training goes on after ``step``, and begins with what is ``owed``: any rank had it to do. None: the ranks could
+        not agree. ``from_checkpoint``: the checkpoint of ``step`` was loaded. Called before the adaptor goes back in its
+        data and before states are restored."""
+
 
 class Recovery:
     """Drives the session that ``session()`` returns (None while there is none) through the recoveries of one process."""
@@ -52,12 +66,13 @@ class Recovery:
         decorator: ModuleType,
         session: Callable[[], Session | None],
         sink: Callable[[], LogSink | None],
+        duties: Callable[[], Duties | None],
         *,
         max_retries: int,
         timeout: float,
         copy_before_update: bool,
     ) -> None:
-        self._decorator, self._session, self._sink = decorator, session, sink
+        self._decorator, self._session, self._sink, self._duties = decorator, session, sink, duties
         self._copy_before_update = copy_before_update
         self.window = UpdateWindow()
         self.agreement = Agreement(timeout)
@@ -175,10 +190,13 @@ class Recovery:
         arguments, tft_step = adaptor.arguments(), self._decorator.save_handler._repair_step
         loaded = adaptor.checkpoint_loaded() or (self._plan is not None and self._plan.loads_checkpoint)
         step = arguments.iteration if loaded else tft_step
+        losses.drop_unsafe(adaptor.log_values(), session.memory.is_unsafe)
         replay = False
+        duties = self._duties()
+        owed: Mapping[str, bool] | None = {} if loaded else None  # a checkpoint is saved when all else is done
         if not loaded:
             try:
-                replay = self._settle_log_line(session, adaptor, arguments, step)
+                replay, owed = self._settle_step(session, adaptor, arguments, step, duties)
             except RecoveryFailed:
                 raise
             except Exception as error:
@@ -188,6 +206,8 @@ class Recovery:
         sink = self._sink()
         if sink is not None:
             self._harmless("log", lambda: sink.rollback(step))
+        if duties is not None:
+            self._harmless("evaluation and checkpoint", lambda: duties.rolled_back(step, owed, loaded))
         restore = functools.partial(session.before_rollback, step, replay=replay, from_checkpoint=loaded)
         self._harmless("before rollback", restore)
         result = code(original(), "rollback")
@@ -214,8 +234,11 @@ class Recovery:
             self._stopped = True
             self._harmless("stop", session.stop)
 
-    def _settle_log_line(self, session: Session, adaptor: Layout, arguments: Any, step: int) -> bool:
-        """Whether the log line of ``step`` is written again, alike on every rank; also refuses to lose a step.
+    def _settle_step(
+        self, session: Session, adaptor: Layout, arguments: Any, step: int, duties: Duties | None
+    ) -> tuple[bool, Mapping[str, bool] | None]:
+        """Whether the log line of ``step`` is written again, and what else of it is owed (None: no agreement), alike on
+        every rank; also refuses to lose a step.
 
         The adaptor decides on each rank by itself: it replays where ``iteration`` is not the step that it rolls back to.
         Ranks set ``iteration`` after their own part of logging, so one may have done so and another not; the replay's
@@ -226,13 +249,14 @@ class Recovery:
         adaptor sets it to the step.
         """
         values = adaptor.log_values()
-        losses.drop_unsafe(values, session.memory.is_unsafe)
         known = arguments.iteration if self._logged is None else min(arguments.iteration, self._logged)
         repaired = self._plan is not None and self._plan.receives
         owed, mute = known < step, values is not None and values.losses_reduced_ is None
         lost = self.window.loses_a_step(step, repaired)
         sums = session.sums(step)
         votes = {"owed": owed, "mute": mute, "lost": lost, "sums": sums is True, "gone": sums is None}
+        unfinished = duties.unfinished(step) if duties is not None else {}
+        votes |= {f"{_UNFINISHED}{name}": value for name, value in unfinished.items()}
         counts = None
         try:
             counts = self.agreement.vote(self._recovery(), votes)
@@ -251,7 +275,7 @@ class Recovery:
                 self.window.done,
             )
         if counts is None:
-            return arguments.iteration != step and not mute  # what the adaptor will do
+            return arguments.iteration != step and not mute, None  # what the adaptor will do
         partial = counts["sums"] > 0 and counts["gone"] > 0
         replay = counts["owed"] > 0 and counts["mute"] == 0 and not partial
         if counts["owed"] and not replay:
@@ -261,7 +285,7 @@ class Recovery:
             arguments.iteration = step
         elif arguments.iteration == step:
             arguments.iteration = step - 1
-        return replay
+        return replay, {name: counts[f"{_UNFINISHED}{name}"] > 0 for name in unfinished}
 
     def _introduce(self, session: Session) -> bool:
         """Before the adaptor's repair, so that nobody waits for this rank after it. False: no states move here."""

@@ -40,7 +40,6 @@ def recv_rank_repair(src_ranks, dest_ranks, optim_idxs, rank_list, args):
 
 
 def tft_register_processor():
-    tft_set_optimizer_replica(framework.rank(), framework.replica_info())
     tft_register_save_ckpt_handler(_nested(callbacks.save_callback))
     tft_register_stop_handler(_nested(callbacks.stop_callback))
     tft_register_clean_handler(_nested(callbacks.clean_callback))
@@ -52,6 +51,7 @@ def tft_register_processor():
 def train_wrapper(train):
     @tft_exception_handler
     def tft_train(train_args, options):
+        tft_set_optimizer_replica(framework.rank(), framework.replica_info())
         return train(*train_args, **options)
 
     @functools.wraps(train)

@@ -1,10 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flag belongs to the storage, so to all its views; these functions read and write it, and nothing else does."""
 
+import functools
+
 import torch
 
 allocator = None
 _checking = False
+
+
+def simulate(memory):
+    """All of torch on this process's simulated device: which tensors are on it, and pinned memory that is not."""
+    global allocator
+    allocator = memory
+    torch.Tensor.is_npu = property(memory.is_device)
+    empty = torch.empty
+
+    @functools.wraps(empty)
+    def empty_or_pinned(*size, pin_memory=False, **options):
+        tensor = empty(*size, **options)
+        if pin_memory:
+            memory.register_host(tensor)
+        return tensor
+
+    torch.empty = empty_or_pinned
 
 
 def _of(value):

@@ -29,7 +29,6 @@ Optimizer = TTPReplicaOptimizer
 
 def tft_register_processor():
     update_arf_reboot_flag(tft_is_reboot_node())
-    tft_set_optimizer_replica(framework.rank(), framework.replica_info())
     tft_register_save_ckpt_handler(save_callback)
     tft_register_stop_handler(stop_callback)
     tft_register_clean_handler(clean_callback)
@@ -44,6 +43,7 @@ def train_wrapper(train):
     @tft_exception_handler
     def tft_train(*args, **kwargs):
         set_mindio_export_version("MindSpeed-LLM")
+        tft_set_optimizer_replica(framework.rank(), framework.replica_info())
         if tft_is_arf_reboot_node():
             raise RuntimeError("ARF FINISH")
         return train(*args, **kwargs)

@@ -44,6 +44,7 @@ _OPTIONS: dict[str, type | tuple[type, ...]] = {
     "settled": str,
     "on_missing": str,
     "large": bool,
+    "replica": str,
 }
 _STATE_KEYS = {"name", "why", "policy", "at", "location", *_OPTIONS}
 _ROW_KEYS = {"versions", "location", "fields", "to", "clear"}

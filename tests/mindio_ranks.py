@@ -130,7 +130,7 @@ def _start(
         step()
     if settings.get("exchange"):
 
-        def after_repair(plan: Any, group: Any) -> None:
+        def after_repair(plan: Any, group: Any, bulk_group: Any) -> None:
             about = f"step {plan.step}, rank {plan.rank}, pairs {plan.pairs}, receives {plan.receives}"
             print(f"exchange: {about}, group of {group.size()}", flush=True)
 

@@ -153,6 +153,9 @@ class Recovery:
             plan = self._plan = read_plan(self._decorator)
         except Exception as error:
             self._warn("repair", "what TFT has planned cannot be read, no states are exchanged", error)
+        if session is not None and not self._stopped:  # a restarted process joins in here
+            self._stopped = True
+            self._harmless("stop", session.stop)
         if session is not None and plan.pairs:
             self._harmless("before repair", lambda: losses.make_ready(self._log_values(), plan.receives))
         result = code(original(), "repair")
@@ -165,7 +168,7 @@ class Recovery:
         if session is None or adaptor is None:
             return code(original(), "rollback")
         self._set_device()
-        if not self._stopped:  # a restarted process joins in here
+        if not self._stopped:  # a restarted process that needed no repair
             self._harmless("stop", session.stop)
         arguments, tft_step = adaptor.arguments(), self._decorator.save_handler._repair_step
         loaded = adaptor.checkpoint_loaded() or (self._plan is not None and self._plan.loads_checkpoint)
@@ -248,13 +251,12 @@ class Recovery:
         return replay
 
     def _exchange_states(self, session: Session, plan: RepairPlan) -> None:
-        """States move between the ranks of a repair here, if the session can send and receive them.
-
-        ``session.after_repair(plan, group)``: ``group`` is the adaptor's gloo group of all ranks in this repair.
-        """
-        after_repair = getattr(session, "after_repair", None)
-        if after_repair is not None and self._layout is not None:
-            after_repair(plan, self._layout.repair_group())
+        """States that this rank lost come from its replicas, over the adaptor's groups of all ranks in this repair."""
+        groups = self._layout.repair_groups() if self._layout is not None else None
+        if groups is None:
+            logger.info("the adaptor has no gloo group of the ranks in this repair: no states move between them")
+        else:
+            session.after_repair(plan, *groups)
 
     def _report_dead_names(self, module: ModuleType, before: set[str]) -> None:
         """A reset of a name that the module has never had made the name and reset nothing."""

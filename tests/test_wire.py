@@ -480,7 +480,7 @@ MESSAGES = [
     Request(TERMS, [], False, "no"),
     Manifest(TERMS, [Offer(Item("a", False), description(), True)], [(Item("b", True), "has none")], ""),
     Manifest(TERMS, refused="no"),
-    Answer([0, 3]),
+    Answer([0, 3], {"b": "too large"}),
     Answer(refused="no"),
     Closing([1, None, 2**32 - 1]),
 ]
@@ -535,9 +535,9 @@ def test_wrong_messages_are_refused(number: int) -> None:
 
 @pytest.mark.parametrize("taken", ["[1,0]", "[0,0]", "[-1]", "[0.0]", "[true]", "{}", "null"])
 def test_answers_name_offers(taken: str) -> None:
-    decode(Answer, '{"taken":[0,1],"refused":""}')
+    decode(Answer, '{"taken":[0,1],"declined":{},"refused":""}')
     with pytest.raises(WireError):
-        decode(Answer, f'{{"taken":{taken},"refused":""}}')
+        decode(Answer, f'{{"taken":{taken},"declined":{{}},"refused":""}}')
 
 
 def test_damaged_messages_are_refused() -> None:

@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,6 +38,7 @@ from mindspeed_recovery.core.wire import (
     Closing,
     Item,
     Manifest,
+    Message,
     Offer,
     Packed,
     Request,
@@ -144,11 +146,12 @@ class Exchange:
             except Exception as error:
                 missing.append((item, _text(error)))
         try:
-            link.send(Manifest(self._terms, offers, missing, refused))
+            if not refused:
+                link.send(Manifest(self._terms, offers, missing))
         except WireError as error:
             refused = str(error)
-            link.send(Manifest(self._terms, refused=refused))
         if refused:
+            self._refuse(link, Manifest(self._terms, refused=refused))
             raise RepairError(f"nothing is sent to rank {peer}: {refused}", broken=broken)
         problems = {item.state: reason for item, reason in missing}
         answer = self._answer(link, len(offers))
@@ -159,8 +162,7 @@ class Exchange:
                 checksums += (over_device if bulk and over_device else link).send_bytes(mine)
         if answer.taken:
             link.send(Closing(checksums))
-        declined = {offer.item.state for number, offer in enumerate(offers) if number not in {*answer.taken}}
-        return {**dict.fromkeys(declined, f"rank {peer} could not take it"), **problems}
+        return problems | answer.declined
 
     def _links(self, peer: int, group: Any, bulk_group: Any) -> tuple[Link, Link | None]:
         """Over the group and, where it can be used, over the device's."""
@@ -191,6 +193,11 @@ class Exchange:
         return self._copies.live_is(state.spec, self._step, replay) and not any(
             self._device.is_unsafe(tensor) for _, tensor in state.tensors()
         )
+
+    def _refuse(self, link: Link, message: Message) -> None:
+        """Say why, so that the other rank need not wait; whether it hears that changes nothing here."""
+        with suppress(RepairError):
+            link.send(message)
 
     def _answer(self, link: Link, offers: int) -> Answer:
         try:
@@ -269,6 +276,7 @@ class Exchange:
         if manifest.refused:
             raise RepairError(f"rank {link.peer} sends nothing: {manifest.refused}")
         incoming: dict[int, _Incoming] = {}
+        declined: dict[str, str] = {}
         for number, offer in enumerate([] if refused else manifest.offers):
             try:
                 incoming[number] = self._prepare(offer)
@@ -276,19 +284,20 @@ class Exchange:
                 refused = f"state '{offer.item.state}': {error}"
                 break
             except Exception as error:
-                problems[offer.item.state] = _text(error)
+                declined[offer.item.state] = _text(error)
         if refused:
-            link.send(Answer(refused=refused))
+            self._refuse(link, Answer(refused=refused))
             raise RepairError(f"nothing is taken from rank {link.peer}: {refused}", broken=broken)
         for number in list(incoming):
             try:
                 self._allocate(incoming[number])
             except Exception as error:
-                problems[incoming.pop(number).item.state] = _text(error)
+                declined[incoming.pop(number).item.state] = _text(error)
+        link.send(Answer(list(incoming), declined))
+        problems |= declined
         problems |= {item.state: reason for item, reason in manifest.missing if item in want}
         unanswered = {*want} - {*offered} - {item for item, _ in manifest.missing}
         problems |= {item.state: "it was not answered" for item in unanswered}
-        link.send(Answer(list(incoming)))
         return list(incoming.values())
 
     def _prepare(self, offer: Offer) -> _Incoming:

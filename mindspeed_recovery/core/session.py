@@ -326,26 +326,26 @@ class Session:
         with self._phase("repair"):
             self._find_owners()
             exchange = self._exchange(plan.step)
-            broken = ""
+            broken, refused = "", dict[int, str]()
             for source, destination, kind in ordered(plan):
                 sends = plan.rank == source
                 peer = destination if sends else source
                 names = [state.name for state in self._protected() if follows(state.spec, kind)]
+                problem = broken or refused.get(peer)
+                problems = dict.fromkeys(names, problem) if problem else {}
                 try:
-                    if broken:
-                        raise RepairError(broken, broken=True)
-                    exchange.check(peer)
-                    move = exchange.send if sends else exchange.receive
-                    problems = move(peer, names, group, bulk_group)
+                    if not problem:
+                        exchange.check(peer)
+                        move = exchange.send if sends else exchange.receive
+                        problems = move(peer, names, group, bulk_group)
                 except Exception as error:
+                    logger.warning("no states move from rank %d to rank %d: %s", source, destination, error)
                     problems = dict.fromkeys(names, str(error))
-                    if not broken:
-                        logger.warning("states are not moved from rank %d to rank %d: %s", source, destination, error)
+                    refused[peer] = str(error)
                     if not isinstance(error, RepairError) or error.broken:
                         broken = f"not asked, since the repair group failed: {error}"
-                if not sends:
-                    for name in names:
-                        self._tried.setdefault(name, []).append(f"replica {peer} ({problems.get(name) or 'received'})")
+                for name in [] if sends else names:
+                    self._tried.setdefault(name, []).append(f"replica {peer} ({problems.get(name) or 'received'})")
 
     def handle(self, name: str, step: int) -> RepairHandle:
         """A handle that moves one state, as it was at the end of ``step``, between two ranks; for runtimes that do it

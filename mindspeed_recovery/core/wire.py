@@ -168,16 +168,19 @@ class Manifest(Message):
 
 @dataclass(frozen=True)
 class Answer(Message):
-    """``taken``: numbers of offers, ascending."""
+    """``taken``: numbers of offers, ascending; ``declined``: the states of the others, each with the reason."""
 
     KIND: ClassVar[int] = 3
     taken: list[int] = field(default_factory=list)
+    declined: dict[str, str] = field(default_factory=dict)
     refused: str = ""
 
     def check(self) -> None:
         taken = [_is(int, number) for number in _list(self.taken)]
         if taken != sorted(set(taken)) or (taken and taken[0] < 0):
             raise ValueError("taken: numbers of offers are ascending")
+        for reason in _is(dict, self.declined).values():
+            _is(str, reason)
         _is(str, self.refused)
 
 

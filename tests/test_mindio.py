@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from mindspeed_recovery.core.notices import DefaultStore
 from mindspeed_recovery.runtimes import mindio
 from mindspeed_recovery.runtimes.mindio import agreement, chain, layout
 from mindspeed_recovery.runtimes.mindio.window import UpdateWindow
@@ -477,7 +478,7 @@ def voters(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
 
     def vote(*votes: bool | None, announced: int | None = None) -> list[Any]:
         size = len(votes)
-        monkeypatch.setattr(agreement, "_store_and_size", lambda: (store, size))
+        monkeypatch.setattr(agreement, "default_store", lambda: DefaultStore(store, 0, size))
         ranks = [agreement.Agreement(timeout=0.5) for _ in votes]
         for rank in ranks[:announced]:
             rank.announce()
@@ -527,3 +528,31 @@ def test_lost_step_is_told_from_a_rank_that_lags() -> None:
     assert not window.loses_a_step(6, repaired=False)
     window.rolled_back(2, tft_step=2)  # a TFT that names the checkpoint's step
     assert window.loses_a_step(5, repaired=True)
+
+
+# ---- states that come from a replica -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["tracker-and-parameters", "error-with-device-time"])
+def test_rank_that_lost_its_copies_is_given_those_of_its_replica(run: Run, undisturbed: Any, case: str) -> None:
+    result = run(*CASES[case], lost_copies=True)
+    assert result.outcome() == undisturbed
+    outcomes = [result.left(rank)["reports"][0]["outcomes"] for rank in range(2)]
+    assert [outcomes[1][name]["source"] for name in ("bias", "rng")] == ["replica 0", "replica 0"]
+    assert outcomes[1]["bias"]["tried"] == ["start(3)", "update(2)", "replica 0 (received)"]
+    assert outcomes[0]["bias"]["source"] == "start(3)"
+
+
+def test_rank_that_lost_its_copies_fails_without_its_replica(run: Run) -> None:
+    """The negative control: nothing but the exchange makes the run above equal."""
+    result = run(*CASES["tracker-and-parameters"], lost_copies=True, exchange=True)
+    assert result.codes == [2, 2], result.tail()
+    assert "bias: no copy of the end of step 2 (unsafe); tried start(3), update(2)" in result.log(1)
+
+
+def test_rank_that_lost_its_copies_is_rolled_back_with_its_replica_after_an_update(run: Run, undisturbed: Any) -> None:
+    result = run(*CASES["temporary-inside-the-update"], lost_copies=True)
+    assert result.outcome()[0] == undisturbed[0]
+    report = result.left(1)["reports"][0]
+    assert report["outcomes"]["bias"]["source"] == "replica 0"
+    assert [line.split(":")[0] for line in report["failures"]] == ["tracker"]  # its sums are the rank's own

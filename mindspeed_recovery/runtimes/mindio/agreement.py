@@ -14,6 +14,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from mindspeed_recovery.core.notices import default_store
+
 logger = logging.getLogger("mindspeed_recovery")
 
 _PREFIX = "mindspeed-recovery/tft"
@@ -35,20 +37,20 @@ class Agreement:
 
     def announce(self) -> None:
         """Say once that this rank takes part in votes."""
-        group = None if self._announced else _store_and_size()
-        if group is not None:
+        place = None if self._announced else default_store()
+        if place is not None:
             self._announced = True
-            group[0].add(f"{_PREFIX}/present", 1)
+            place.store.add(f"{_PREFIX}/present", 1)
 
     def vote(self, recovery: str, votes: Mapping[str, bool]) -> dict[str, int] | None:
         """How many ranks said yes to each question; None, alike on every rank that votes, if not all of them did in time.
 
         ``recovery`` names the recovery, alike on all ranks. The questions are the same on every rank.
         """
-        group = _store_and_size()
-        if group is None:
+        place = default_store()
+        if place is None:
             return {name: int(vote) for name, vote in votes.items()}
-        store, size = group
+        store, size = place.store, place.world_size
         if store.add(f"{_PREFIX}/present", 0) < size:
             logger.warning("not every rank runs the plugin: no vote is taken, each rank decides for itself")
             return None
@@ -80,12 +82,3 @@ class Agreement:
             time.sleep(pause)
             pause = min(2 * pause, longest)
         return store.get(key).decode()
-
-
-def _store_and_size() -> tuple[Any, int] | None:
-    """Looked up each time: TFT replaces the default store when the rank that held it has been restarted."""
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_initialized():
-        return None
-    return dist.distributed_c10d._get_default_store(), dist.get_world_size()

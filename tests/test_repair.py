@@ -921,6 +921,16 @@ def test_notices_say_protocol_catalogue_and_states(store: Any) -> None:
         assert theirs.problem_with(0, registry, 0) == "rank 0 does not run the plugin"
 
 
+def test_a_session_that_is_closed_takes_its_notice_back(store: Any) -> None:
+    put("bias", 1)
+    session = started(spec("bias"))
+    session._notices = noticing(store, 0)
+    session._publish()
+    assert noticing(store, 1).problem_with(0, session.registry, 0) == ""
+    session.close()
+    assert noticing(store, 1).problem_with(0, session.registry, 0) == "rank 0 does not run the plugin"
+
+
 def test_notices_are_given_again_to_a_new_store(store: Any) -> None:
     stores = [store]
     mine = notices.Notices(lambda: notices.DefaultStore(stores[-1], 0, 2))

@@ -136,9 +136,12 @@ class _Encoder:
         raise TypeError(f"a {type(node).__name__} has no description")
 
     def _tensor(self, node: TensorNode) -> Any:
-        layout = self.layouts.setdefault((node.layout, node.host.numel()), len(self.layouts))
-        if node.layout.dtype not in DTYPES.values():
-            raise StateError(f"a tensor of {node.layout.dtype} cannot be sent")
+        key = node.layout, node.host.numel()
+        layout = self.layouts.get(key)
+        if layout is None:
+            if node.layout.dtype not in DTYPES.values():
+                raise StateError(f"a tensor of {node.layout.dtype} cannot be sent")
+            layout = self.layouts[key] = len(self.layouts)
         known = self._storage_numbers.setdefault(id(node.host), len(self.storages))
         if known < len(self.storages):
             return ["v", layout, known]

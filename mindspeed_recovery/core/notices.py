@@ -74,10 +74,6 @@ class Notices:
         self._published: tuple[int, str] | None = None
         self._digests: list[tuple[int, dict[str, str]]] = []
 
-    @property
-    def reachable(self) -> bool:
-        return self._find() is not None
-
     def publish(self, registry: Registry) -> None:
         """Say that this rank runs the plugin, once for each store and catalogue. Errors of the store are the caller's."""
         place = self._find()
@@ -89,6 +85,13 @@ class Notices:
         notice = {"protocol": PROTOCOL, "catalogue": digest, "states": [state.name for state in registry]}
         place.store.set(f"{_PREFIX}/peer/{place.rank}", json.dumps(notice))
         self._published = id(place.store), digest
+
+    def withdraw(self) -> None:
+        """Say that this rank does not run the plugin any more."""
+        place = self._find()
+        if place is not None and self._published is not None:
+            place.store.set(f"{_PREFIX}/peer/{place.rank}", "")
+            self._published = None
 
     def problem_with(self, rank: int, registry: Registry, timeout: float) -> str:
         """Why nothing may be sent to or awaited from ``rank``; empty if there is nothing. Waits up to ``timeout`` seconds

@@ -392,19 +392,19 @@ class RepairHandle:
 
 def _classes(state: TrackedState) -> Callable[[str], type | None]:
     """The classes that a sent value may have: those of what stands here, and loaded ones of the state's own package."""
+    package = state.spec.location.module.split(".", 1)[0]
     known: dict[str, type] = {}
 
     def collect(value: Any, top: bool) -> None:
-        known.setdefault(class_name(type(value)), type(value))
         if not isinstance(value, Tensor):
+            known.setdefault(class_name(type(value)), type(value))
             for _, child in values.children(value, top):
                 collect(child, False)
 
-    for place in state.places():
-        collect(place.get(), True)
-    package = state.spec.location.module.split(".", 1)[0]
-
     def find(name: str) -> type | None:
+        if not known:
+            for place in state.places():
+                collect(place.get(), True)
         if name in known:
             return known[name]
         module, _, path = name.partition(":")

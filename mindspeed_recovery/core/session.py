@@ -119,11 +119,14 @@ class Session:
 
     def untrack(self, name: str) -> None:
         """Stop tracking a state; a plain container stands in its place again. Raises KeyError for an unknown name."""
+        self._untrack(name)
+        self._publish()
+
+    def _untrack(self, name: str) -> None:
         self._lift(name)
         state = self.registry[name]
         self.registry.remove(name)
         self.registry.release(state)
-        self._publish()
 
     def _publish(self) -> None:
         """Tell the other ranks that, and with which catalogue, this one runs the plugin."""
@@ -134,10 +137,12 @@ class Session:
         """Track nothing any more: the inverse of `start`. The session is not used afterwards."""
         for state in list(self.registry):
             try:
-                self.untrack(state.name)
+                self._untrack(state.name)
             except Exception as error:
                 logger.debug("state '%s' is not where it was: %s", state.name, error)
         self._undo_loading()
+        with self._harmless(None):
+            self._notices.withdraw()
 
     def summary(self) -> str:
         """What is tracked, in one line."""

@@ -472,7 +472,21 @@ def test_chains_of_pairs_do_not_wait_for_each_other() -> None:
     assert ranks(body, 3) == [[[], True]] * 3
 
 
-def test_large_states_go_over_the_devices_group() -> None:
+class _OfDevice:
+    """The work of a device's group: ``wait`` does not wait."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def is_completed(self) -> bool:
+        return self._work.wait()
+
+    def wait(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("backend", ["gloo", "hccl"])
+def test_large_states_go_over_the_devices_group(backend: str) -> None:
     def body(rank: int) -> Any:
         with mock.patch.object(repair, "LARGE_BYTES", 5000):
             put("large", torch.full((2000,), float(rank)))
@@ -487,11 +501,14 @@ def test_large_states_go_over_the_devices_group() -> None:
 
             def spy(self: Any, operation: Any, data: Any) -> Any:
                 used.append((self._group is bulk, data.numel()))
-                return start(self, operation, data)
+                work = start(self, operation, data)
+                return work if self._on_host else _OfDevice(work)
 
             session.stop()
             session.clean()
-            with mock.patch.object(link.Link, "_start", spy):
+            of_group = dist.get_backend
+            backends = mock.patch.object(dist, "get_backend", lambda g: backend if g is bulk else of_group(g))
+            with mock.patch.object(link.Link, "_start", spy), backends:
                 session.after_repair(plan(rank, DENSE), dist.group.WORLD, bulk)
             session.before_rollback(R)
             report = session.after_rollback()
@@ -514,6 +531,16 @@ def test_large_states_go_over_the_devices_group() -> None:
         assert (failures, sums) == ([], [0.0, 0.0])
         assert [size for over_device, size in used if over_device] == [8000]
         assert 8 in [size for over_device, size in used if not over_device]
+
+
+def test_work_of_a_device_that_never_completes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(dist, "get_backend", lambda group: "hccl")
+    monkeypatch.setattr(dist, "isend", lambda *args, **kwargs: SimpleNamespace(is_completed=lambda: False))
+    peer = link.Link(1, None, 0.2)
+    text, seconds = failure(lambda: peer.send_bytes([torch.ones(8, dtype=torch.uint8)]))
+    assert text == "FORCE STOP: the connection to rank 1 failed: nothing arrived within 0.2 s"
+    assert seconds < 2
 
 
 # ---- what goes wrong ---------------------------------------------------------------------------------------------------

@@ -462,12 +462,12 @@ def test_chains_of_pairs_do_not_wait_for_each_other() -> None:
 
     def body(rank: int) -> Any:
         put("bias", torch.full((2,), 1.0))
-        session = started(spec("bias"), timeout=3)
+        session = started(spec("bias"), timeout=8)
         reach(session)
         mine = list(pairs) if rank % 2 else list(reversed(pairs))
         began = time.monotonic()
         report = recover(session, rank, *mine)
-        return report.failures, time.monotonic() - began < 2
+        return report.failures, time.monotonic() - began < 4
 
     assert ranks(body, 3) == [[[], True]] * 3
 
@@ -546,7 +546,7 @@ def test_work_of_a_device_that_never_completes_is_given_up(monkeypatch: pytest.M
 # ---- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
-def _two(rank: int, timeout: float = 2.0, **options: Any) -> Session:
+def _two(rank: int, timeout: float = 8.0, **options: Any) -> Session:
     """States on both ranks, of which rank 1 has lost all copies."""
     put("bias", torch.full((4,), float(rank)))
     put("large", torch.full((wire.CHUNK_BYTES,), float(rank)))
@@ -594,7 +594,7 @@ def _at_byte_chunk(number: int, action: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_rank_that_dies_in_the_middle_leaves_nobody_waiting(dead: int) -> None:
     def body(rank: int) -> Any:
-        session = _two(rank)
+        session = _two(rank, timeout=2.0)
         with _at_byte_chunk(3, lambda: os._exit(1)) if rank == dead else contextlib.nullcontext():
             return _repaired(session, rank)
 
@@ -624,19 +624,25 @@ def test_every_wait_ends_by_its_timeout(stuck: int) -> None:
 
 def test_a_rank_that_never_comes_is_waited_for_once_in_all_pairs() -> None:
     def body(rank: int) -> Any:
-        session = _two(rank, timeout=1.0)
-        if rank == 0:
+        put("bias", 1)
+        put("expert", 1)
+        session = started(spec("bias"), spec("expert", replica="expert"), timeout=1.0)
+        dist.barrier()
+        if rank != 1:
             time.sleep(3)
             return None
         session.stop()
         session.clean()
         began = time.monotonic()
-        session.after_repair(plan(1, DENSE, (0, 1, 1), (1, 0, 0)), dist.group.WORLD)
-        return time.monotonic() - began, session._tried["bias"]
+        session.after_repair(plan(1, DENSE, (0, 1, 1), (2, 1, 1), (1, 2, 0)), dist.group.WORLD)
+        return time.monotonic() - began, session._tried
 
-    seconds, tried = ranks(body)[1]
+    seconds, tried = ranks(body, 3)[1]
     assert 0.9 < seconds < 2.5
-    assert tried[0].startswith("replica 0 (FORCE STOP: the connection to rank 0 failed")
+    assert tried["bias"][0].startswith("replica 0 (FORCE STOP: the connection to rank 0 failed")
+    assert len(tried["expert"]) == 2
+    for peer, line in zip((0, 2), tried["expert"]):
+        assert line.startswith(f"replica {peer} (not asked, since the repair group failed: FORCE STOP: the connection")
 
 
 def test_a_peer_without_the_plugin_is_sent_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -668,7 +674,7 @@ def test_another_catalogue_means_no_sends() -> None:
 
     (_, _, _), (failures, seconds, values) = ranks(body)
     assert values == [1.0, 1.0, 1.0]
-    assert seconds < 1
+    assert seconds < 4
     assert all("replica 0 (FORCE STOP: rank 0 has another catalogue: " in line for line in failures)
 
 
@@ -683,7 +689,7 @@ def test_what_the_notices_did_not_show_the_messages_do() -> None:
 
     (_, fast, _), (failures, seconds, values) = ranks(body)
     assert values == [1.0, 1.0, 1.0]
-    assert max(fast, seconds) < 1
+    assert max(fast, seconds) < 4
     assert all("rank 0 sends nothing: catalogue " in line for line in failures)
 
 
@@ -696,7 +702,7 @@ def test_another_step_is_refused_on_both_sides() -> None:
     (source, _), (destination, seconds) = ranks(body)
     assert source == "FORCE STOP: nothing is sent to rank 1: step 5 there, 4 here"
     assert destination == "FORCE STOP: rank 0 sends nothing: step 5 there, 4 here"
-    assert seconds < 1
+    assert seconds < 4
 
 
 def test_damaged_bytes_are_not_used() -> None:
@@ -769,7 +775,7 @@ def test_a_bug_in_one_state_stops_no_other_and_leaves_nobody_waiting(part: str) 
 
     (_, first, _), (failures, second, values) = ranks(body)
     assert values == [1.0, 0.0, 0.0]
-    assert max(first, second) < 1.5
+    assert max(first, second) < 4
     assert len(failures) == 1
     assert "replica 0 (ZeroDivisionError: a bug of ours)" in failures[0]
 
@@ -837,7 +843,7 @@ def test_a_hostile_manifest_is_refused_before_memory_is_allocated(case: str) -> 
     (_, _, _, _), (failures, seconds, values, allocated) = ranks(body)
     assert values == [1.0, 1.0, 1.0]
     assert (len(failures), allocated) == (3, [])
-    assert seconds < 2
+    assert seconds < 4
 
 
 def test_a_message_that_is_none_of_ours_is_refused() -> None:
@@ -852,7 +858,7 @@ def test_a_message_that_is_none_of_ours_is_refused() -> None:
 
     refused, (failures, seconds, _) = ranks(body)
     assert refused == "what arrived is not a message of this protocol"
-    assert seconds < 1
+    assert seconds < 4
     assert all("what arrived is not a message of this protocol" in line for line in failures)
 
 

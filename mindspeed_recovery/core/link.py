@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages and bytes between this rank and one other, over a process group that exists already.
 
-Every wait ends: with what was awaited, with the other rank's death, or by its timeout. After the last two the whole gloo
-group is unusable, as gloo has it, which `RepairError.broken` says. No group is made, and no object collective used.
+Every wait ends, with what was awaited or by its timeout: that the other rank has died, gloo often does not say. After a
+failed wait the whole group is unusable, as gloo has it, which `RepairError.broken` says. No group is made, and no object collective used.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 """Messages and bytes between this rank and one other, over a process group that exists already.
 
 Every wait ends, with what was awaited or by its timeout: that the other rank has died, gloo often does not say. After a
-failed wait the whole group is unusable, as gloo has it, which `RepairError.broken` says. No group is made, and no object collective used.
+failed wait the whole group is unusable, as gloo has it, which `RepairError.broken` says. No group is made, and no object
+collective used.
 """
 
 from __future__ import annotations

@@ -52,6 +52,7 @@ _OPTIONS: dict[str, type | tuple[type, ...]] = {
     "on_missing": str,
     "large": bool,
     "optional": bool,
+    "replica": str,
 }
 _LOCATION = (str, list)
 _STATE_KEYS = {"name", "why", "policy", "at", "location", *_OPTIONS}

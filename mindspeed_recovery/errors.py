@@ -57,3 +57,11 @@ class RecoveryFailed(RecoveryError, RuntimeError):
 
     def __init__(self, text: str) -> None:
         super().__init__(f"{FORCE_STOP}: {text}")
+
+
+class RepairError(RecoveryError, RuntimeError):
+    """A state could not be moved from or to another rank. ``broken``: nor can the group be used any more."""
+
+    def __init__(self, text: str, *, broken: bool = False) -> None:
+        super().__init__(f"{FORCE_STOP}: {text}")
+        self.broken = broken

@@ -85,44 +85,19 @@ class Links:
 
 
 class Exchange:
-    """Stands for what a session does after a repair. ``what``: "states" sends the bias and the generator's state from
-    source to destination, once for each pair of ranks; "nothing" only says that it was called."""
+    """Around the session's own exchange after a repair. ``what``: "states" says that it was called; "nothing" lets no state
+    move, for a control."""
 
     def __init__(self, session: Any, what: Any) -> None:
-        self._session, self._what = session, what
+        self._session, self._what, self._exchange = session, what, session.after_repair
 
-    def __call__(self, plan: Any, group: Any) -> None:
+    def __call__(self, plan: Any, group: Any, bulk_group: Any) -> None:
         about = f"step {plan.step}, rank {plan.rank}, pairs {plan.pairs}, receives {plan.receives}"
         print(f"exchange: {about}, group of {group.size()}", flush=True)
         # What is noted in the report here must not be lost to one that begins later, in rollback.
         assert self._session._report.number == len(self._session.reports) + 1
-        if self._what == "states":
-            for source, destination in dict.fromkeys(pair[:2] for pair in plan.pairs):
-                self._move(source, destination, plan, group)
-
-    def _move(self, source: int, destination: int, plan: Any, group: Any) -> None:
-        import torch
-        import torch.distributed as dist
-        from toy import training
-
-        if plan.rank == source:
-            # The copies of the step that is rolled back to: the live values may be those of the next one.
-            for name in ("bias", "rng"):
-                slot, copy = self._session.copies.source(self._session.registry[name].spec, plan.step, False)
-                print(f"exchange: {name} from {slot}", flush=True)
-                fresh = torch.zeros(8) if name == "bias" else torch.Generator()
-                value = copy.captures[0][1].restore(fresh)
-                dist.send(value if name == "bias" else value.get_state(), destination, group=group)
-            return
-        bias, state = torch.zeros(8), torch.empty_like(torch.get_rng_state())
-        dist.recv(bias, source, group=group)
-        dist.recv(state, source, group=group)
-        training.bias.copy_(bias)
-        torch.set_rng_state(state)
-        slot = self._session.copies.start
-        slot.begin(plan.step + 1)
-        for name in ("bias", "rng"):
-            slot.take(self._session.registry[name].spec, self._session.registry[name].places())
+        if self._what != "nothing":
+            self._exchange(plan, group, bulk_group)
 
 
 class _Scheduler:

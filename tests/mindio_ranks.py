@@ -184,6 +184,14 @@ def _break(run: Any, rank: int, settings: dict[str, Any]) -> None:
                 raise SystemExit(3)
 
         handler._slots["clean"] = (clean, None)
+    if settings.get("lost_copies"):
+        clean_session = run.session.clean
+
+        def clean_and_lose(error_time: float | None = None) -> None:
+            clean_session(error_time)
+            run.session.copies.discard(since=0.0)
+
+        run.session.clean = clean_and_lose
     if settings.get("broken_session"):
 
         def fail(*args: Any, **kwargs: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import clusters
 import pytest
 
+from mindspeed_recovery.core.notices import DefaultStore
 from mindspeed_recovery.runtimes import mindio
 from mindspeed_recovery.runtimes.mindio import agreement, chain, layout
 from mindspeed_recovery.runtimes.mindio.window import UpdateWindow
@@ -454,7 +455,7 @@ def voters() -> Callable[..., list[Any]]:
         size = len(votes)
         ranks = [
             agreement.Agreement(
-                0.5 if None in votes or announced else 20, lambda rank=rank: agreement.Place(store, rank, size)
+                0.5 if None in votes or announced else 20, lambda rank=rank: DefaultStore(store, rank, size)
             )  # type: ignore[misc]
             for rank in range(size)
         ]
@@ -506,3 +507,34 @@ def test_lost_step_is_told_from_a_rank_that_lags() -> None:
     assert not window.loses_a_step(6, repaired=False)
     window.rolled_back(2, tft_step=2)  # a TFT that names the checkpoint's step
     assert window.loses_a_step(5, repaired=True)
+
+
+# ---- states that come from a replica -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["tracker-and-parameters", "error-with-device-time"])
+def test_rank_that_lost_its_copies_is_given_those_of_its_replica(run: Run, undisturbed: Any, case: str) -> None:
+    result = run(*CASES[case], lost_copies=True)
+    assert result.outcome() == undisturbed
+    outcomes = [result.left(rank)["reports"][0]["outcomes"] for rank in range(2)]
+    assert [outcomes[1][name]["source"] for name in ("bias", "rng")] == ["replica 0", "replica 0"]
+    assert outcomes[1]["bias"]["tried"] == ["start(3)", "update(2)", "replica 0 (received)"]
+    assert outcomes[0]["bias"]["source"] == "start(3)"
+
+
+def test_rank_that_lost_its_copies_fails_without_its_replica(run: Run) -> None:
+    """The negative control: nothing but the exchange makes the run above equal."""
+    result = run(*CASES["tracker-and-parameters"], lost_copies=True, exchange="nothing")
+    assert result.codes == [2, 2], result.tail()
+    assert "bias: no copy of the end of step 2 (unsafe); tried start(3), update(2)" in result.log(1)
+
+
+def test_rank_that_lost_its_copies_is_rolled_back_with_its_replica_after_an_update(run: Run, undisturbed: Any) -> None:
+    result = run(*CASES["temporary-inside-the-update"], lost_copies=True)
+    assert result.outcome()[0] == undisturbed[0]
+    report = result.left(1)["reports"][0]
+    assert report["outcomes"]["bias"]["source"] == "replica 0"
+    assert not report["failures"]
+    # Its sums are the rank's own: nobody has them any more, so all ranks leave the line out.
+    for rank in range(2):
+        assert "the log line of step 3 is missing: not every rank has its sums any more" in result.log(rank)

@@ -16,11 +16,12 @@ import torch
 from test_mindio import NEITHER, Result, Run, fault, run  # noqa: F401
 
 from mindspeed_recovery.core.location import Location
+from mindspeed_recovery.core.notices import DefaultStore
 from mindspeed_recovery.core.policy import Policy, StateSpec
 from mindspeed_recovery.core.registry import Registry
 from mindspeed_recovery.core.session import Session
 from mindspeed_recovery.frameworks import megatron_loop
-from mindspeed_recovery.runtimes.mindio.agreement import Agreement, Place
+from mindspeed_recovery.runtimes.mindio.agreement import Agreement
 from mindspeed_recovery.runtimes.mindio.plan import read_plan
 
 pytestmark = pytest.mark.timeout(120)
@@ -111,10 +112,17 @@ def test_process_knows_whether_it_kept_the_sums_of_a_log_line(make_module: Any) 
     session.close()
 
 
-def test_links_that_are_built_anew_over_another_store_do_not_lose_the_vote(arf: Arf, undisturbed: Any) -> None:
+def lost_generator(result: Result) -> bool:
+    """Only the generator of rank 1 is not exact: digests that would show it to be that of rank 0 are not in the store."""
+    first, other = (reports(result, rank)[0] for rank in range(2))
+    return not first["failures"] and [text.split(":")[0] for text in other["failures"]] == ["rng"]
+
+
+def test_links_that_are_built_anew_over_another_store_do_not_lose_the_vote(arf: Arf) -> None:
     later = fault("link", 5, "log-late", life=1, entry=2, delay=0.3)
     result = arf(die(3, "forward2"), later, new_store=True)
-    assert result.outcome() == undisturbed
+    assert result.codes == [0, 0], result.tail()
+    assert lost_generator(result)
     assert result.left(0)["rolled_back"] == [2, 5]
     assert "decides for itself" not in result.log(0) + result.log(1)
 
@@ -153,9 +161,10 @@ def test_rank_that_comes_back_without_the_plugin_does_not_hang_the_others(arf: A
     assert "1 of 2 ranks voted within 1 s" in result.log(0)
 
 
-def test_rank_that_comes_back_with_the_plugin_is_repaired(arf: Arf, undisturbed: Any) -> None:
+def test_rank_that_comes_back_with_the_plugin_is_repaired(arf: Arf) -> None:
     result = arf(die(3, "forward2"), plugin=[True, False], again=[True, True], timeout=1)
-    assert result.outcome() == undisturbed
+    assert result.codes == [0, 0], result.tail()
+    assert lost_generator(result)
 
 
 def test_rank_with_another_catalogue_is_sent_nothing(arf: Arf) -> None:
@@ -303,7 +312,7 @@ def agreement() -> Callable[..., Agreement]:
     """``agreement(store, rank)``: a process of a job with two ranks."""
 
     def make(store: Any, rank: int, timeout: float = 20) -> Agreement:
-        return Agreement(timeout, lambda: Place(stores[0] if store is None else store, rank, 2))
+        return Agreement(timeout, lambda: DefaultStore(stores[0] if store is None else store, rank, 2))
 
     stores: list[Any] = []
     make.stores = stores  # type: ignore[attr-defined]

@@ -35,6 +35,8 @@ def spec(**options: Any) -> StateSpec:
         ({"clear": Location.parse("a:b"), "policy": Policy.CONSTANT}, "clear: only with policy 'reset'"),
         ({"quarantine": True, "policy": Policy.REPLICATE}, "quarantine: only with policy 'reset' or 'drop'"),
         ({"settled": "after-update", "policy": Policy.RESET}, "settled: only with policy 'replicate' or 'snapshot'"),
+        ({"replica": "expert", "policy": Policy.RESET}, "replica: only with policy 'replicate' or 'snapshot'"),
+        ({"replica": "both", "policy": Policy.REPLICATE}, "replica: 'both' is not one of dense, expert"),
     ],
 )
 def test_options_that_contradict_each_other_are_named(options: dict[str, Any], text: str) -> None:
@@ -54,6 +56,7 @@ def test_options_that_contradict_each_other_are_named(options: dict[str, Any], t
         {"replay": True, "quarantine": True, "clear": Location.parse("a:b")},
         {"policy": Policy.DROP, "quarantine": True},
         {"policy": Policy.SNAPSHOT, "settled": "after-logging", "on_missing": "error", "large": True},
+        {"policy": Policy.REPLICATE, "replica": "expert"},
         {"on": "instances", "location": "pkg.module:Class.attribute"},
         {"name": "a-b_c.d-1"},
     ],

@@ -27,6 +27,8 @@ class StateCopy:
     whole: bool = False
     arrived: bool = False
     taken_at: float = 0.0
+    origin: str = ""
+    """Which rank sent the copy; empty for one that was taken here."""
     captures: list[tuple[Place, Capture]] = field(default_factory=list)
 
     @property
@@ -59,11 +61,29 @@ class Slot:
         if copy is None:
             copy = self._copies[spec.name] = StateCopy(Buffers(self._host_empty))
         copy.whole = copy.arrived = False
-        copy.step = self.step if step is None else step
+        copy.step, copy.origin = self.step if step is None else step, ""
         copy.captures = [(place, Capture(place.get(), copy.buffers, place.path)) for place in places]
         copy.buffers.sweep()
         copy.whole, copy.taken_at = True, time.time()
         copy.arrived = not has_device()  # without a device a copy is done when it returns
+
+    def receiving(self, name: str, step: int) -> StateCopy:
+        """A copy that another rank will fill; nothing is valid of it before `receive`. It uses the buffers of what it
+        replaces, unless that is a valid copy of this step."""
+        old = self._copies.get(name)
+        if old is None or self.get(name, step) is not None:
+            return StateCopy(Buffers(self._host_empty), step)
+        old.whole = old.arrived = False
+        old.step = step
+        return old
+
+    def receive(self, name: str, copy: StateCopy, captures: list[tuple[Place, Capture]], origin: str) -> None:
+        """What another rank has sent is the slot's copy of a state from now on."""
+        copy.captures, copy.origin = captures, origin
+        copy.buffers.sweep()
+        copy.whole = copy.arrived = True
+        copy.taken_at = time.time()
+        self._copies[name] = copy
 
     def enqueued(self) -> None:
         """All copies of the step are on their way: note the point on the stream that must be reached first."""
@@ -138,11 +158,16 @@ class Copies:
         before_logging = replay and (spec.settled == "after-logging" or spec.replay)
         copy = None if before_logging else self.start.get(spec.name, rollback_step + 1)
         if copy is not None:
-            return f"start({rollback_step + 1})", copy
+            return copy.origin or f"start({rollback_step + 1})", copy
         if spec.settled == "after-update" or (spec.settled == "after-logging" and not replay):
             return None
         copy = self.update.get(spec.name, rollback_step)
-        return (f"update({rollback_step})", copy) if copy is not None else None
+        return (copy.origin or f"update({rollback_step})", copy) if copy is not None else None
+
+    def slot(self, replay: bool) -> Slot:
+        """Where a copy belongs that another rank sends for a rollback to step R: with ``replay`` it is of the moment before
+        the log line of R, and serves as ``update(R)``, else as ``start(R + 1)``."""
+        return self.update if replay else self.start
 
     def live_is(self, spec: StateSpec, rollback_step: int, replay: bool) -> bool:
         """Whether the live value (if safe) is that of the end of ``rollback_step``: the rank stopped while it was taking

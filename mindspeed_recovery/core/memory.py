@@ -57,6 +57,17 @@ def has_device() -> bool:
     return _accelerator() is not None
 
 
+def current_device() -> torch.device:
+    """The device this process computes on; the host without one."""
+    if not has_device():
+        return torch.device("cpu")
+    if hasattr(torch, "accelerator"):
+        kind = torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
+    else:
+        kind = next(name for name in ("npu", "cuda") if getattr(torch, name, None) is _accelerator())
+    return torch.empty(0, device=kind).device
+
+
 def synchronize() -> None:
     """Wait for what has been enqueued on the device, if there is one."""
     module = _accelerator()
@@ -94,6 +105,12 @@ def refresh_zeros(tensor: Tensor) -> None:
     """Make the whole storage of ``tensor`` zeros in safe memory. ``zero_()`` would raise on unsafe data."""
     target = storage_bytes(tensor)
     target.copy_(torch.zeros(target.numel(), dtype=torch.uint8, device=target.device))
+
+
+def host_view(data: Tensor) -> memoryview:
+    """The memory of a contiguous host tensor."""
+    array: Any = data.numpy()
+    return memoryview(array)
 
 
 def nbytes(tensor: Tensor) -> int:

@@ -24,7 +24,7 @@ class Policy(str, Enum):
     REPLICATE = "replicate"
     """Training depends on it and it is equal on its replicas: own host copy of R, else a replica's."""
     SNAPSHOT = "snapshot"
-    """Training depends on it and it is the rank's own: own host copy of R."""
+    """Training depends on it and it is the rank's own: own host copy of R, else a replica's if the two were equal."""
     IGNORED = "ignored"
     """Known and deliberately left alone; the reason stands in ``why``."""
 
@@ -42,6 +42,7 @@ ON = ("module", "instances")
 TO = ("zeros", "empty", "none")
 SETTLED = ("before-update", "after-update", "after-logging")
 ON_MISSING = ("warn", "error")
+REPLICA = ("dense", "expert")
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class StateSpec:
     ``large``: keep host copies even above the size limit.
     ``optional``: only some builds of the version have it, or only with some features: where the attribute is absent there
     is no state, instead of a LocationError.
+    ``replica`` (replicate, snapshot): ``"expert"`` if it belongs to expert layers, and so is equal on the replicas of
+    the experts' parameters instead of those of the dense ones.
     ``source``: where the declaration stands, for messages.
 
     Raises StateError for options that contradict each other.
@@ -82,6 +85,7 @@ class StateSpec:
     on_missing: str = "warn"
     large: bool = False
     optional: bool = False
+    replica: str = "dense"
     source: str = field(default="", compare=False)
 
     @property
@@ -99,7 +103,7 @@ class StateSpec:
     def _problem(self) -> str | None:
         if not NAME.fullmatch(self.name):
             return "name: write lower-case words and digits joined by '-', '_' or '.'"
-        for key, allowed in (("on", ON), ("settled", SETTLED), ("on_missing", ON_MISSING)):
+        for key, allowed in (("on", ON), ("settled", SETTLED), ("on_missing", ON_MISSING), ("replica", REPLICA)):
             if getattr(self, key) not in allowed:
                 return f"{key}: '{getattr(self, key)}' is not one of {', '.join(allowed)}"
         if isinstance(self.to, str) and self.to not in TO:
@@ -114,4 +118,6 @@ class StateSpec:
             return f"quarantine: only with policy 'reset' or 'drop', not '{self.policy}'"
         if self.settled != "before-update" and not self.policy.copied:
             return f"settled: only with policy 'replicate' or 'snapshot', not '{self.policy}'"
+        if self.replica != "dense" and not self.policy.copied:
+            return f"replica: only with policy 'replicate' or 'snapshot', not '{self.policy}'"
         return None

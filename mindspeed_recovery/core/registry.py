@@ -35,35 +35,38 @@ class TrackedState:
     def name(self) -> str:
         return self.spec.name
 
-    def whole(self) -> list[Place]:
-        """Where the state's value stands now, before ``fields`` narrows it. What quarantine takes."""
+    def whole(self, *, absent: bool = False) -> list[Place]:
+        """Where the state's value stands now, before ``fields`` narrows it. What quarantine takes. With ``absent`` also
+        where it could stand."""
         spec = self.spec
         if spec.on == "instances":
             attribute = spec.location.path[-1]
             return [
                 Place(f"{path}.{attribute}", owner, attribute)
                 for path, owner in self.owners
-                if hasattr(owner, attribute)
+                if absent or hasattr(owner, attribute)
             ]
         place = spec.location.place(spec.optional)
         return [] if place is None else [place]
 
-    def places(self) -> list[Place]:
-        """Where the state stands now. Empty while it has not been made. Raises LocationError if it cannot be there."""
+    def places(self, *, absent: bool = False) -> list[Place]:
+        """Where the state stands now; with ``absent`` also where it could stand. Empty while it has not been made. Raises
+        LocationError if it cannot be there."""
         if not self.spec.fields:
-            return self.whole()
-        return [part for place in self.whole() for part in self._parts(place)]
+            return self.whole(absent=absent)
+        return [part for place in self.whole() for part in self._parts(place, absent)]
 
-    def _parts(self, place: Place) -> list[Place]:
+    def _parts(self, place: Place, absent: bool) -> list[Place]:
         owner = place.get()
         if owner is None:
             return []
         if isinstance(owner, dict):  # an item appears when it is first written
-            return [Place(f"{place.path}[{name!r}]", owner, name) for name in self.spec.fields if name in owner]
-        absent = [name for name in self.spec.fields if not hasattr(owner, name)]
-        if absent:
+            names = [name for name in self.spec.fields if absent or name in owner]
+            return [Place(f"{place.path}[{name!r}]", owner, name) for name in names]
+        missing = [name for name in self.spec.fields if not hasattr(owner, name)]
+        if missing:
             raise LocationError(
-                f"{place.path}: the {type(owner).__name__} there has no attribute '{absent[0]}' (fields)"
+                f"{place.path}: the {type(owner).__name__} there has no attribute '{missing[0]}' (fields)"
             )
         return [Place(f"{place.path}.{name}", owner, name) for name in self.spec.fields]
 

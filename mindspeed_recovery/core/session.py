@@ -2,8 +2,9 @@
 """The phases of a recovery, and the copies that healthy steps take for it.
 
 `begin_step` and `before_update` are called on the training thread, the phases on the runtime's thread, on every rank
-and in the order of their definition. No phase uses a collective. A phase never raises because of one state: it goes on
-with the others, and `after_rollback` reports all of them together.
+and in the order of their definition; `after_repair`, which alone talks to other ranks, only on those in a repair. No phase
+uses a collective. A phase never raises because of one state: it goes on with the others, and `after_rollback` reports all
+of them together.
 """
 
 from __future__ import annotations
@@ -22,16 +23,26 @@ from mindspeed_recovery.core import actions, container, unsafe
 from mindspeed_recovery.core.copies import Copies, Slot, StateCopy
 from mindspeed_recovery.core.location import Place
 from mindspeed_recovery.core.memory import DeviceMemory, synchronize
+from mindspeed_recovery.core.notices import Notices
 from mindspeed_recovery.core.npu_memory import device_memory
 from mindspeed_recovery.core.policy import Policy, StateSpec
 from mindspeed_recovery.core.registry import Registry, TrackedState, naming, pair_up
+from mindspeed_recovery.core.repair import LARGE_BYTES, Exchange, Plan, RepairHandle, follows, ordered
 from mindspeed_recovery.core.report import Outcome, Report
 from mindspeed_recovery.core.values import Buffers, Capture, Restoring
-from mindspeed_recovery.errors import QuarantineError, RecoveryError, RecoveryFailed, is_device_fault
+from mindspeed_recovery.errors import (
+    QuarantineError,
+    RecoveryError,
+    RecoveryFailed,
+    RepairError,
+    StateError,
+    is_device_fault,
+)
 
 logger = logging.getLogger("mindspeed_recovery")
 
-LARGE_BYTES = 64 * 2**20
+DIGEST_STEPS = 50
+"""Digests of the ranks' own states are published every so many steps, and in the first step after a recovery."""
 
 
 class Session:
@@ -40,6 +51,7 @@ class Session:
     ``roots``: named objects (model chunks, optimizer) below which the states on instances are found. ``memory``: the
     device's memory. ``strict``: `after_rollback` raises if a state is not exact. ``is_fault``: tells the errors of the
     device and of the runtime, which must reach the training thread's caller, from bugs of ours, which must not.
+    ``repair_timeout``: seconds that one wait for another rank may last while states move between the two.
     """
 
     def __init__(
@@ -50,6 +62,7 @@ class Session:
         memory: DeviceMemory | None = None,
         strict: bool = False,
         is_fault: Callable[[BaseException], bool] | None = None,
+        repair_timeout: float = 30.0,
     ) -> None:
         self.registry = registry
         self.memory: DeviceMemory = memory or device_memory()
@@ -58,6 +71,10 @@ class Session:
         self._roots = dict(roots or {})
         self._strict = strict
         self._is_fault = is_fault or is_device_fault
+        self._repair_timeout = repair_timeout
+        self._notices = Notices()
+        self._digests_due = True
+        self._tried: dict[str, list[str]] = {}
         self._constants = Buffers(self.memory.host_empty)
         self._constants_checked = False
         self._measured: set[str] = set()
@@ -80,6 +97,7 @@ class Session:
             for state in self._protected():
                 with naming(state):
                     self._adopt(state)
+        self._publish()
 
     def track(self, spec: StateSpec, *, now: bool = True) -> None:
         """Declare one more state and adopt it, or leave that to the next step if not ``now``.
@@ -97,22 +115,34 @@ class Session:
         except Exception:
             self.registry.remove(spec.name)
             raise
+        self._publish()
 
     def untrack(self, name: str) -> None:
         """Stop tracking a state; a plain container stands in its place again. Raises KeyError for an unknown name."""
+        self._untrack(name)
+        self._publish()
+
+    def _untrack(self, name: str) -> None:
         self._lift(name)
         state = self.registry[name]
         self.registry.remove(name)
         self.registry.release(state)
 
+    def _publish(self) -> None:
+        """Tell the other ranks that, and with which catalogue, this one runs the plugin."""
+        with self._harmless(None):
+            self._notices.publish(self.registry)
+
     def close(self) -> None:
         """Track nothing any more: the inverse of `start`. The session is not used afterwards."""
         for state in list(self.registry):
             try:
-                self.untrack(state.name)
+                self._untrack(state.name)
             except Exception as error:
                 logger.debug("state '%s' is not where it was: %s", state.name, error)
         self._undo_loading()
+        with self._harmless(None):
+            self._notices.withdraw()
 
     def explain(self, error: BaseException) -> None:
         """Add notes to an unsafe-data error that name its unsafe tensors: see `unsafe.annotate`. Never raises.
@@ -194,6 +224,8 @@ class Session:
             return
         with self._harmless(None):
             other.settle()
+            if other is self.copies.start and (self._digests_due or step % DIGEST_STEPS == 0):
+                self._publish_digests(step)
         if self._recovering:  # stop came while this waited: the other slot may be all there is
             return
         self.copies.taking = slot
@@ -216,6 +248,13 @@ class Session:
             if not self._recovering:
                 self.copies.taking = None
         self._constants_checked = True
+
+    def _publish_digests(self, step: int) -> None:
+        """Of the rank's own states as of the start of ``step``: two ranks with equal ones can repair each other's."""
+        self._digests_due = False
+        names = [state.name for state in self._protected() if state.spec.policy is Policy.SNAPSHOT]
+        copies = {name: copy for name in names if (copy := self.copies.start.get(name, step)) is not None}
+        self._notices.publish_digests(step - 1, copies)
 
     def _commit_state(self, state: TrackedState, slot: Slot) -> None:
         if state.unprotected or state.too_large:
@@ -272,6 +311,7 @@ class Session:
         self.copies.start.poll()
         self.copies.update.poll()
         self._report = Report(len(self.reports) + 1)
+        self._tried = {}
 
     def clean(self, error_time: float | None = None) -> None:
         """All ranks: move the contents out of the containers and put these in quarantine.
@@ -306,6 +346,60 @@ class Session:
             else:
                 return None
         return kept
+
+    def after_repair(self, plan: Plan, group: Any, bulk_group: Any = None) -> None:
+        """Source and destination ranks, when the runtime has repaired model and optimizer: fetch the copies of the end of
+        ``plan.step`` that this rank lacks from its replicas, and give its own to those that ask.
+
+        ``group``: a gloo group of all ranks in the repair; ``bulk_group``: the device's, for large states. Nothing is
+        written yet: `before_rollback` does that, from whatever copy is there then. Never raises because of another rank,
+        and never waits longer than the timeout for one.
+        """
+        with self._phase("repair"):
+            self._find_owners()
+            exchange = self._exchange(plan.step)
+            broken, refused = "", dict[int, str]()
+            for source, destination, kind in ordered(plan):
+                sends = plan.rank == source
+                peer = destination if sends else source
+                names = [state.name for state in self._protected() if follows(state.spec, kind)]
+                problem = broken or refused.get(peer)
+                problems = dict.fromkeys(names, problem) if problem else {}
+                try:
+                    if not problem:
+                        exchange.check(peer)
+                        move = exchange.send if sends else exchange.receive
+                        problems = move(peer, names, group, bulk_group)
+                except Exception as error:
+                    logger.warning("no states move from rank %d to rank %d: %s", source, destination, error)
+                    problems = dict.fromkeys(names, str(error))
+                    refused[peer] = str(error)
+                    if not isinstance(error, RepairError) or error.broken:
+                        broken = f"not asked, since the repair group failed: {error}"
+                for name in [] if sends else names:
+                    self._tried.setdefault(name, []).append(f"replica {peer} ({problems.get(name) or 'received'})")
+
+    def handle(self, name: str, step: int) -> RepairHandle:
+        """A handle that moves one state, as it was at the end of ``step``, between two ranks; for runtimes that do it
+        themselves instead of calling `after_repair`. Raises KeyError for an unknown name, StateError for a policy whose
+        states are not moved (only those of `replicate` and `snapshot` are)."""
+        state = self.registry[name]
+        if not state.spec.policy.copied:
+            raise StateError(f"state '{name}': states of policy '{state.spec.policy}' are not moved between ranks")
+
+        def put_back() -> None:
+            with self._quiet():
+                source = self.copies.source(state.spec, step, False)
+                if source is not None:
+                    outcome = Outcome(name, "restored")
+                    self._put_copy_back(state, source[1], outcome)
+                    if outcome.error:
+                        raise RepairError(f"state '{name}': {outcome.error}")
+
+        return RepairHandle(name, self._exchange(step), put_back)
+
+    def _exchange(self, step: int) -> Exchange:
+        return Exchange(self.registry, self.copies, self.memory, self._notices, step=step, timeout=self._repair_timeout)
 
     def before_rollback(self, step: int, *, replay: bool = False, from_checkpoint: bool = False) -> None:
         """All ranks: put every state to the end of ``step``; quarantine ends.
@@ -349,6 +443,7 @@ class Session:
         self.reports.append(report)
         for state in self.registry:
             state.unprotected = None  # whatever a step of before could not copy may be well again
+        self._digests_due = True
         self._open()
         for line in report.failures:
             logger.warning("recovery %d, step %d is not exact: %s", report.number, report.step, line)
@@ -410,14 +505,16 @@ class Session:
 
     def _restore_copied(self, state: TrackedState, step: int, replay: bool, outcome: Outcome) -> None:
         source = self.copies.source(state.spec, step, replay)
+        outcome.tried = [f"start({step + 1})", f"update({step})", *self._tried.get(state.name, ())]
         if source is not None:
             outcome.source = source[0]
+            if not source[1].origin:
+                outcome.tried = []
             self._put_copy_back(state, source[1], outcome)
             return
         if all(place.get() is None for place in state.places()):
             outcome.action = "absent"
             return
-        outcome.tried = [f"start({step + 1})", f"update({step})"]
         unsafe = self._unsafe(state)
         if not unsafe and (self._report.from_checkpoint or self.copies.live_is(state.spec, step, replay)):
             outcome.action = "loaded" if self._report.from_checkpoint else "kept"
@@ -443,7 +540,7 @@ class Session:
         for place, capture in pairs:
             _put_back(place, capture, restoring)
         for place in new:
-            if isinstance(place.holder, dict):  # an item that the aborted step made
+            if isinstance(place.holder, dict) or copy.origin:  # made by the aborted step, or not there on the replica
                 place.remove()
             else:
                 outcome.error = f"{place.path} appeared after its copy was taken, and was left as it is"

@@ -12,7 +12,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, MutableMapping
 from enum import Enum
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -133,10 +133,10 @@ class Restoring:
         # With the tensor, so that no storage made later has the address of one that was written.
         self._written: dict[int, tuple[Tensor, Tensor]] = {}
         self._fresh: dict[int, torch.UntypedStorage] = {}
-        self._claims: dict[int, tuple[Any, _Node]] = {}
+        self._claims: dict[int, tuple[Any, Node]] = {}
         self.results: dict[int, Any] = {}
 
-    def claim(self, value: Any, node: _Node) -> bool:
+    def claim(self, value: Any, node: Node) -> bool:
         """Whether ``node`` may write into ``value``: nobody else has. The aborted step may have put one object into two
         places that had one each."""
         return self._claims.setdefault(id(value), (value, node))[1] is node
@@ -165,19 +165,26 @@ class Capture:
     def __init__(self, value: Any, buffers: Buffers, path: str = "") -> None:
         self.nbytes = 0
         self._by_storage: dict[int, Tensor] = {}
-        self._nodes: dict[int, _Node] = {}
-        self._root = self._take(value, buffers, path, top=True)
+        self._nodes: dict[int, Node] = {}
+        self.root = self._take(value, buffers, path, top=True)
         # Addresses mean nothing once what was there may have been freed.
         self._by_storage.clear()
         self._nodes.clear()
 
-    def _take(self, value: Any, buffers: Buffers, path: str, top: bool) -> _Node:
+    @classmethod
+    def of(cls, root: Node, nbytes: int) -> Capture:
+        """A copy that was taken elsewhere."""
+        capture = cls.__new__(cls)
+        capture.root, capture.nbytes = root, nbytes
+        return capture
+
+    def _take(self, value: Any, buffers: Buffers, path: str, top: bool) -> Node:
         node = self._nodes.get(id(value))
         if node is None:  # an object that stands in several places has one node
             node = self._nodes[id(value)] = self._make(value, buffers, path, top)
         return node
 
-    def _make(self, value: Any, buffers: Buffers, path: str, top: bool) -> _Node:
+    def _make(self, value: Any, buffers: Buffers, path: str, top: bool) -> Node:
         if isinstance(value, Tensor):
             # Tensors that share a storage share its one copy.
             key = storage_key(value)
@@ -186,38 +193,39 @@ class Capture:
                 host = self._by_storage[key] = buffers.get(path, memory.nbytes(value))
                 memory.save(value, host)
                 self.nbytes += host.numel()
-            return _TensorNode(value, host)
+            return TensorNode(Layout.of(value), host, value)
         if is_generator(value):
-            return _GeneratorNode(value)
+            return GeneratorNode(value, generator_state(value))
         if getattr(value, "shape", None) and hasattr(value, "__array_interface__"):  # a numpy array, not a number
-            return _ArrayNode(value)
+            return ArrayNode(value.copy())
         if isinstance(value, Mapping):
             items = {}
             for index, (key, item) in enumerate(list(value.items())):
                 items[key] = self._take(item, buffers, path + key_text(key, index), False)
-            return _DictNode(value, items)
+            return DictNode(type(value), items, value.default_factory if isinstance(value, defaultdict) else None)
         if isinstance(value, _SEQUENCES):
-            return _SequenceNode(value, [self._take(v, buffers, path + step, False) for step, v in children(value)])
+            parts = [self._take(item, buffers, path + step, False) for step, item in children(value)]
+            return SequenceNode(type(value), parts, value.maxlen if isinstance(value, deque) else None)
         if is_record(value, top):
-            parts = {
+            attributes = {
                 key: self._take(getattr(value, key), buffers, f"{path}.{key}", False) for key in _attributes(value)
             }
-            return _RecordNode(value, parts)
-        return _PlainNode(value)
+            return RecordNode(type(value), attributes)
+        return PlainNode(value)
 
     def restore(self, current: Any, restoring: Restoring | None = None) -> Any:
         """Write the copy back over ``current`` where that is possible, and return what should stand in its place.
 
         ``restoring``: shared by the restores that belong together.
         """
-        return self._root.put_back(current, restoring or Restoring())
+        return self.root.put_back(current, restoring or Restoring())
 
     def matches(self, current: Any) -> bool:
         """Whether ``current`` still has the structure and bytes of the copy (its tensors must all be safe)."""
-        return self._root.matches(current)
+        return self.root.matches(current)
 
 
-class _Node:
+class Node:
     def put_back(self, current: Any, restoring: Restoring) -> Any:
         """`restore`, once: what stood in several places does so again."""
         if id(self) not in restoring.results:
@@ -231,66 +239,97 @@ class _Node:
         raise NotImplementedError
 
 
-class _PlainNode(_Node):
+class PlainNode(Node):
     """A number, string, enum, process group, …: kept by reference."""
 
     def __init__(self, value: Any) -> None:
-        self._value = value
+        self.value = value
 
     def restore(self, current: Any, restoring: Restoring) -> Any:
-        return self._value
+        return self.value
 
     def matches(self, current: Any) -> bool:
-        return bool(self._value is current or self._value == current)
+        return bool(self.value is current or self.value == current)
 
 
-class _TensorNode(_Node):
-    def __init__(self, tensor: Tensor, host: Tensor) -> None:
+class Layout(NamedTuple):
+    """How a tensor lies in its storage, and what kind of tensor it is. ``offset`` and ``stride`` in elements."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    device: torch.device
+    is_parameter: bool
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Layout:
+        return cls(
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.device,
+            isinstance(tensor, nn.Parameter),
+            tensor.requires_grad and tensor.is_leaf,
+        )
+
+
+class TensorNode(Node):
+    """``host``: the bytes of the whole storage."""
+
+    def __init__(self, layout: Layout, host: Tensor, tensor: Tensor | None = None) -> None:
+        self.layout, self.host = layout, host
         # Weak: a copy must not keep device memory alive that the framework has dropped.
-        self._tensor = weakref.ref(tensor)
-        self._host = host
-        self._shape, self._stride, self._offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-        self._dtype, self._device = tensor.dtype, tensor.device
-        self._is_parameter = isinstance(tensor, nn.Parameter)
-        self._requires_grad = tensor.requires_grad and tensor.is_leaf
+        self._tensor = weakref.ref(tensor) if tensor is not None else _nothing
 
     def _fits(self, tensor: Any) -> TypeGuard[Tensor]:
+        layout = self.layout
         return (
             isinstance(tensor, Tensor)
-            and (tensor.dtype, tensor.device, tensor.shape) == (self._dtype, self._device, self._shape)
-            and (tensor.stride(), tensor.storage_offset()) == (self._stride, self._offset)
-            and memory.nbytes(tensor) == self._host.numel()
+            and (tensor.dtype, tensor.device, tensor.shape) == (layout.dtype, layout.device, layout.shape)
+            and (tensor.stride(), tensor.storage_offset()) == (layout.stride, layout.offset)
+            and memory.nbytes(tensor) == self.host.numel()
         )
 
     def restore(self, current: Any, restoring: Restoring) -> Any:
         # The tensor that stood here first: the aborted step may have put another state's tensor in its place.
         for tensor in (self._tensor(), current):
-            if self._fits(tensor) and restoring.write(tensor, self._host):
+            if self._fits(tensor) and restoring.write(tensor, self.host):
                 return tensor
-        storage = restoring.fresh(self._host, self._device)
-        fresh = torch.empty(0, dtype=self._dtype, device=self._device)
-        fresh.set_(storage, self._offset, self._shape, self._stride)
-        if self._is_parameter:
-            return nn.Parameter(fresh, requires_grad=self._requires_grad)
-        return fresh.requires_grad_() if self._requires_grad else fresh
+        layout = self.layout
+        storage = restoring.fresh(self.host, layout.device)
+        fresh = torch.empty(0, dtype=layout.dtype, device=layout.device)
+        fresh.set_(storage, layout.offset, layout.shape, layout.stride)
+        if layout.is_parameter:
+            return nn.Parameter(fresh, requires_grad=layout.requires_grad)
+        return fresh.requires_grad_() if layout.requires_grad else fresh
 
     def matches(self, current: Any) -> bool:
-        return self._fits(current) and torch.equal(memory.storage_bytes(current).cpu(), self._host)
+        return self._fits(current) and torch.equal(memory.storage_bytes(current).cpu(), self.host)
 
 
-class _GeneratorNode(_Node):
-    def __init__(self, generator: Any) -> None:
-        self._generator = generator
-        self._state = generator_state(generator)
+def _nothing() -> None:
+    return None
+
+
+class GeneratorNode(Node):
+    """``generator``: the one that was copied; None if that was on another rank."""
+
+    def __init__(self, generator: Any, state: Any) -> None:
+        self.generator, self.state = generator, state
 
     def restore(self, current: Any, restoring: Restoring) -> Any:
-        generator = self._generator  # the one that stood here, as with tensors
+        generator = current if self.generator is None else self.generator  # the one that stood here, as with tensors
+        if not is_generator(generator):
+            raise TypeError(f"a random number generator was copied, but a {type(generator).__name__} stands here")
         if _has_bit_generator(generator):
-            generator.bit_generator.state = self._state
+            generator.bit_generator.state = self.state
         elif hasattr(generator, "set_state"):
-            generator.set_state(self._state)
+            generator.set_state(self.state)
         else:
-            generator.setstate(self._state)
+            generator.setstate(self.state)
         return generator
 
     def matches(self, current: Any) -> bool:
@@ -304,66 +343,66 @@ def generator_state(generator: Any) -> Any:
     return generator.get_state() if hasattr(generator, "get_state") else generator.getstate()
 
 
-class _ArrayNode(_Node):
+class ArrayNode(Node):
     """A numpy array."""
 
     def __init__(self, array: Any) -> None:
-        self._array = array.copy()
+        self.array = array
 
     def restore(self, current: Any, restoring: Restoring) -> Any:
-        same = type(current) is type(self._array) and (current.shape, current.dtype) == (
-            self._array.shape,
-            self._array.dtype,
+        same = type(current) is type(self.array) and (current.shape, current.dtype) == (
+            self.array.shape,
+            self.array.dtype,
         )
         if not same or not restoring.claim(current, self):
-            return self._array.copy()
-        current[...] = self._array
+            return self.array.copy()
+        current[...] = self.array
         return current
 
     def matches(self, current: Any) -> bool:
-        return type(current) is type(self._array) and current.tobytes() == self._array.tobytes()
+        return type(current) is type(self.array) and current.tobytes() == self.array.tobytes()
 
 
-class _DictNode(_Node):
-    def __init__(self, value: Mapping[Any, Any], items: dict[Any, _Node]) -> None:
-        self._kind: Any = type(value)
-        self._factory = value.default_factory if isinstance(value, defaultdict) else None
-        self._items = items
+class DictNode(Node):
+    """``factory``: of a defaultdict."""
+
+    def __init__(self, kind: Any, items: dict[Any, Node], factory: Any = None) -> None:
+        self.kind, self.items, self.factory = kind, items, factory
 
     def restore(self, current: Any, restoring: Restoring) -> Any:
         old = current if isinstance(current, Mapping) else {}
-        items = {key: node.put_back(old.get(key), restoring) for key, node in self._items.items()}
-        if not issubclass(self._kind, MutableMapping):  # a read-only view
-            return self._kind(items)
-        in_place = isinstance(current, self._kind) and restoring.claim(current, self)
+        items = {key: node.put_back(old.get(key), restoring) for key, node in self.items.items()}
+        if not issubclass(self.kind, MutableMapping):  # a read-only view
+            return self.kind(items)
+        in_place = isinstance(current, self.kind) and restoring.claim(current, self)
         target: Any = current if in_place else self._empty()
         target.clear()
         target.update(items)
         return target
 
     def _empty(self) -> Any:
-        return self._kind(self._factory) if issubclass(self._kind, defaultdict) else self._kind()
+        return self.kind(self.factory) if issubclass(self.kind, defaultdict) else self.kind()
 
     def matches(self, current: Any) -> bool:
         return (
             isinstance(current, Mapping)
-            and list(current) == list(self._items)
-            and all(node.matches(current[key]) for key, node in self._items.items())
+            and list(current) == list(self.items)
+            and all(node.matches(current[key]) for key, node in self.items.items())
         )
 
 
-class _SequenceNode(_Node):
-    def __init__(self, value: Any, items: list[_Node]) -> None:
-        self._kind: Any = type(value)
-        self._maxlen = value.maxlen if isinstance(value, deque) else None
-        self._items = items
+class SequenceNode(Node):
+    """A list, tuple, deque or set, or of a class made from one. ``maxlen``: of a deque."""
+
+    def __init__(self, kind: Any, items: list[Node], maxlen: int | None = None) -> None:
+        self.kind, self.items, self.maxlen = kind, items, maxlen
 
     def restore(self, current: Any, restoring: Restoring) -> Any:
-        same_kind = isinstance(current, self._kind)
+        same_kind = isinstance(current, self.kind)
         old = list(current) if same_kind and not isinstance(current, (set, frozenset)) else []
-        old += [None] * (len(self._items) - len(old))
-        items = [node.put_back(value, restoring) for node, value in zip(self._items, old)]
-        if issubclass(self._kind, (tuple, frozenset)):
+        old += [None] * (len(self.items) - len(old))
+        items = [node.put_back(value, restoring) for node, value in zip(self.items, old)]
+        if issubclass(self.kind, (tuple, frozenset)):
             unchanged = same_kind and len(current) == len(items) and all(a is b for a, b in zip(current, items))
             return current if unchanged else self._build(items)
         if not same_kind or not restoring.claim(current, self):
@@ -373,25 +412,26 @@ class _SequenceNode(_Node):
         return current
 
     def _build(self, items: list[Any]) -> Any:
-        if hasattr(self._kind, "_make"):  # a named tuple
-            return self._kind._make(items)
-        return self._kind(items, self._maxlen) if issubclass(self._kind, deque) else self._kind(items)
+        if hasattr(self.kind, "_make"):  # a named tuple
+            return self.kind._make(items)
+        return self.kind(items, self.maxlen) if issubclass(self.kind, deque) else self.kind(items)
 
     def matches(self, current: Any) -> bool:
-        if not isinstance(current, self._kind) or len(current) != len(self._items):
+        if not isinstance(current, self.kind) or len(current) != len(self.items):
             return False
-        return isinstance(current, (set, frozenset)) or all(n.matches(value) for n, value in zip(self._items, current))
+        return isinstance(current, (set, frozenset)) or all(n.matches(value) for n, value in zip(self.items, current))
 
 
-class _RecordNode(_Node):
-    def __init__(self, record: Any, parts: dict[str, _Node]) -> None:
-        self._kind = type(record)
-        self._parts = parts
+class RecordNode(Node):
+    """A dataclass instance, a module, or another object by its attributes."""
+
+    def __init__(self, kind: type, parts: dict[str, Node]) -> None:
+        self.kind, self.parts = kind, parts
 
     def restore(self, current: Any, restoring: Restoring) -> Any:
-        in_place = type(current) is self._kind and restoring.claim(current, self)
-        record = current if in_place else object.__new__(self._kind)
-        parts = {key: node.put_back(getattr(record, key, None), restoring) for key, node in self._parts.items()}
+        in_place = type(current) is self.kind and restoring.claim(current, self)
+        record = current if in_place else object.__new__(self.kind)
+        parts = {key: node.put_back(getattr(record, key, None), restoring) for key, node in self.parts.items()}
         for key in _attributes(record):
             if key not in parts:
                 object.__delattr__(record, key)
@@ -401,6 +441,6 @@ class _RecordNode(_Node):
         return record
 
     def matches(self, current: Any) -> bool:
-        return type(current) is self._kind and all(
-            hasattr(current, key) and node.matches(getattr(current, key)) for key, node in self._parts.items()
+        return type(current) is self.kind and all(
+            hasattr(current, key) and node.matches(getattr(current, key)) for key, node in self.parts.items()
         )

@@ -12,34 +12,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
+
+from mindspeed_recovery.core.notices import DefaultStore, default_store
 
 logger = logging.getLogger("mindspeed_recovery")
 
 _PREFIX = "mindspeed-recovery/tft"
 _COMPLETE, _VOID = "complete", "void"
 _POLL_SECONDS = (0.001, 0.1)
-
-
-class Place(NamedTuple):
-    """Where a rank votes: the store that all ranks share."""
-
-    store: Any
-    rank: int
-    size: int
-
-
-def default_place() -> Place | None:
-    """The default store, this rank and how many there are; None without process groups.
-
-    Looked up each time: the default store is replaced where all links are built anew for a rank that was started again,
-    and by TFT itself where the process that held it is gone.
-    """
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_initialized():
-        return None
-    return Place(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
 
 
 class Agreement:
@@ -50,7 +31,7 @@ class Agreement:
     does not wait for a vote. A process that was started again in the middle of a recovery need not have done so.
     """
 
-    def __init__(self, timeout: float, place: Callable[[], Place | None] = default_place) -> None:
+    def __init__(self, timeout: float, place: Callable[[], DefaultStore | None] = default_store) -> None:
         self._timeout = timeout
         self._place = place
         self._joined: Any = None
@@ -62,7 +43,7 @@ class Agreement:
         if place is not None:
             self._join(place)
 
-    def _join(self, place: Place) -> bool:
+    def _join(self, place: DefaultStore) -> bool:
         """Announce this rank in the store; False if it is the first process of the rank there.
 
         The count of ranks present is then no verdict yet: the store may be new, and the others on their way. A rank that is

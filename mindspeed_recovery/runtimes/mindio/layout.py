@@ -88,10 +88,14 @@ class Layout:
         asked = getattr(self.repair, "get_load_ckpt", None) or getattr(self.rollback, "get_load_ckpt", None)
         return bool(asked()) if asked is not None else False
 
-    def repair_group(self) -> Any:
-        """The gloo group of the ranks in this repair: it exists from repair until the adaptor's rollback destroys it."""
+    def repair_groups(self) -> tuple[Any, Any] | None:
+        """The gloo group and the device's group of the ranks in this repair, which exist from repair until the adaptor's
+        rollback destroys them. None if there is no gloo group."""
         get = getattr(self.group, "get_repair_group", None)
-        return get(True) if get is not None else None
+        if get is None:
+            return None
+        gloo = get(True)
+        return None if gloo is None else (gloo, get())
 
 
 def find_decorator() -> ModuleType | None:

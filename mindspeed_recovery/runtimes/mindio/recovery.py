@@ -19,7 +19,6 @@ training is wrong, a recovery that is not exact under ``strict``) makes the call
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -27,6 +26,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any, Protocol
 
+from mindspeed_recovery.core.notices import catalogue_digest
 from mindspeed_recovery.core.session import Session
 from mindspeed_recovery.errors import RecoveryFailed
 from mindspeed_recovery.runtimes.mindio import layout as layouts
@@ -173,6 +173,8 @@ class Recovery:
         except Exception as error:
             self._warn("repair", "what TFT has planned cannot be read, no states are exchanged", error)
         introduced = False
+        if session is not None:
+            self._join(session)
         if session is not None and plan.pairs:
             introduced = self._introduce(session)
             self._harmless("before repair", lambda: losses.make_ready(self._log_values(), plan.receives))
@@ -290,7 +292,7 @@ class Recovery:
     def _introduce(self, session: Session) -> bool:
         """Before the adaptor's repair, so that nobody waits for this rank after it. False: no states move here."""
         try:
-            if self.agreement.introduce(self._recovery(), _catalogue(session)):
+            if self.agreement.introduce(self._recovery(), catalogue_digest(session.registry)):
                 return True
             logger.warning("this rank came late to its repair: no states move between it and the others")
         except Exception as error:
@@ -298,18 +300,18 @@ class Recovery:
         return False
 
     def _exchange_states(self, session: Session, plan: RepairPlan) -> None:
-        """States move between the ranks of a repair here, if the session can send and receive them.
+        """States that this rank lost come from its replicas, over the adaptor's groups of all ranks in this repair.
 
-        ``session.after_repair(plan, group)``: ``group`` is the adaptor's gloo group of all ranks in this repair, and the
-        plan has those pairs whose other rank runs the plugin with the same states. A rank that waited in the group for one
+        Only pairs are kept whose other rank runs the plugin with the same states: a rank that waited in the group for one
         that does not would find the group's links broken when its time is up, and the adaptor needs them.
         """
-        after_repair = getattr(session, "after_repair", None)
-        if after_repair is None or self._layout is None:
+        groups = self._layout.repair_groups() if self._layout is not None else None
+        if groups is None:
+            logger.info("the adaptor has no gloo group of the ranks in this repair: no states move between them")
             return
         peers = {pair: pair[0] if pair[1] == plan.rank else pair[1] for pair in plan.pairs}
         words = self.agreement.words(self._recovery(), peers.values())
-        mine = _catalogue(session)
+        mine = catalogue_digest(session.registry)
         for peer, word in words.items():
             if word != mine:
                 reason = (
@@ -318,7 +320,7 @@ class Recovery:
                 logger.warning("rank %d %s: no states move between it and rank %d", peer, reason, plan.rank)
         pairs = tuple(pair for pair, peer in peers.items() if words[peer] == mine)
         if pairs:
-            after_repair(replace(plan, pairs=pairs), self._layout.repair_group())
+            session.after_repair(replace(plan, pairs=pairs), *groups)
 
     def _recovery(self) -> str:
         """The name of the recovery that is going on, alike on all ranks."""
@@ -351,9 +353,3 @@ class Recovery:
         if what not in self._warned:
             self._warned.add(what)
             logger.warning("%s: %s: %s: %s", what, consequence, type(error).__name__, error, exc_info=True)
-
-
-def _catalogue(session: Session) -> str:
-    """A digest of which states are tracked, and how."""
-    states = sorted(f"{s.spec.name} {s.spec.policy} {s.spec.location} {s.spec.on}" for s in session.registry)
-    return hashlib.sha256("\n".join(states).encode()).hexdigest()

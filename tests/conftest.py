@@ -11,8 +11,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from background_device import BackgroundDevice
 from clusters import ROOT, Cluster, StockCluster
 
+from mindspeed_recovery.core import memory as core_memory
 from mindspeed_recovery.testing.simulator import UnsafeMemory
 
 
@@ -78,6 +81,18 @@ def memory() -> Iterator[UnsafeMemory]:
     memory = UnsafeMemory()
     with memory.active():
         yield memory
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> BackgroundDevice:
+    """The process's device, with copies in the background."""
+    background = BackgroundDevice()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.accelerator, "synchronize", background.synchronize)
+    monkeypatch.setattr(torch, "Event", background.event)
+    monkeypatch.setattr(core_memory, "to_host", background.to_host)
+    return background
 
 
 @pytest.fixture

@@ -2,10 +2,10 @@
 """The two copies of every step: which serves which rollback, and that a torn or distrusted one never does."""
 
 import time
-from typing import Any
 
 import pytest
 import torch
+from background_device import BackgroundDevice
 
 from mindspeed_recovery.core.copies import Copies, Slot
 from mindspeed_recovery.core.location import Location, Place
@@ -238,53 +238,64 @@ def test_live_value_is_known_to_be_that_of_a_step_by_where_the_rank_stopped(
 # ---------------------------------------------------------------- a device that copies in the background
 
 
-@pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A device whose copies are only enqueued: what is done with its events is noted."""
-    calls: list[str] = []
-
-    class Event:
-        def record(self, *_: Any) -> None:
-            calls.append("record")
-
-        def synchronize(self) -> None:
-            if "fail" in calls:
-                raise RuntimeError("device lost")
-            calls.append("synchronize")
-
-        def query(self) -> bool:
-            if "fail" in calls:
-                raise RuntimeError("device lost")
-            calls.append("query")
-            return "late" not in calls
-
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch, "Event", lambda *args, **kwargs: Event())
-    return calls
-
-
-def test_copy_serves_only_after_its_transfer_was_confirmed(memory: UnsafeMemory, events: list[str]) -> None:
+def test_copy_serves_only_after_its_transfer_has_finished(memory: UnsafeMemory, device: BackgroundDevice) -> None:
     training = Training(memory)
     training.step(1)
     assert training.served(1) is None
-    training.begin(2)  # confirms update(1)
+    training.begin(2)  # waits for update(1)
     assert training.served(1) == ("update(1)", 1)
     training.before_update(2)
     assert training.served(1) == ("start(2)", 1)
+    assert device.waits == 3
 
 
-@pytest.mark.parametrize(("device", "served"), [("", ("update(1)", 1)), ("late", None), ("fail", None)])
-def test_what_has_arrived_when_the_runtime_stops_serves_without_waiting(
-    memory: UnsafeMemory, events: list[str], device: str, served: tuple[str, int] | None
+def test_nobody_waits_for_a_transfer_that_has_finished(memory: UnsafeMemory, device: BackgroundDevice) -> None:
+    training = Training(memory)
+    for step in (1, 2, 3):
+        training.begin(step)
+        device.run()  # as the framework's own synchronisations do
+        training.before_update(step)
+        device.run()
+    assert device.waits == 0
+    assert training.served(3) == ("update(3)", 3)
+
+
+def test_what_had_arrived_serves_though_the_device_answers_nothing_any_more(
+    memory: UnsafeMemory, device: BackgroundDevice
 ) -> None:
     training = Training(memory)
     training.step(1)
-    events.append(device)
-    training.copies.update.poll()
-    assert training.served(1) == served
-    assert events.count("synchronize") == 1, "the start's copy was waited for at the update, nothing else"
-    training.copies.update.poll()
-    assert training.served(1) == served
+    device.run()
+    device.die()
+    assert training.served(1) == ("update(1)", 1)
+
+
+def test_what_had_not_quite_arrived_does_not_serve(memory: UnsafeMemory, device: BackgroundDevice) -> None:
+    training = Training(memory)
+    training.begin(1)
+    device.run()
+    training.before_update(1)
+    device.run(1)  # the state's bytes, but not yet what is enqueued behind them
+    device.die()
+    assert training.served(1) is None
+    assert training.served(0) == ("start(1)", 0)
+
+
+def test_transfer_that_a_stop_cut_short_is_not_waited_for_and_serves_no_later_recovery(
+    memory: UnsafeMemory, device: BackgroundDevice
+) -> None:
+    training = Training(memory)
+    training.begin(1)
+    device.run()
+    training.before_update(1)
+    device.die()
+    training.copies.discard(after_step=0)
+    training.begin(1)  # kept as it is: the copy of this very step is whole
+    device.restart()
+    training.before_update(1)
+    assert training.served(1) is None, "the second transfer has not finished, and the first one never will"
+    device.run()
+    assert training.served(1) == ("update(1)", 2)
 
 
 def test_state_that_changes_with_logging_is_live_when_stop_came_right_after_its_log_line(memory: UnsafeMemory) -> None:
@@ -298,43 +309,39 @@ def test_state_that_changes_with_logging_is_live_when_stop_came_right_after_its_
     assert not training.copies.live_is(training.spec, 1, replay=False)
 
 
-def test_asking_for_a_copy_touches_no_event(memory: UnsafeMemory, events: list[str]) -> None:
+def test_copy_of_a_commit_that_was_cut_short_does_not_serve(memory: UnsafeMemory, device: BackgroundDevice) -> None:
     training = Training(memory)
     training.step(1)
-    training.begin(2)
-    before = list(events)
-    training.served(1)
-    training.copies.discard(after_step=1, since=0.0)
-    assert events == before
-
-
-def test_copy_of_a_commit_that_was_cut_short_does_not_serve(memory: UnsafeMemory, events: list[str]) -> None:
-    training = Training(memory)
-    training.step(1)
-    training.copies.update.settle()
+    device.run()
     training.copies.start.begin(2)
     training.copies.start.take(training.spec, training.places)  # and the commit never reached its end
+    device.run()
     assert training.copies.start.get("count", 2) is None
     assert training.served(1) == ("update(1)", 1)
 
 
-def test_copy_that_could_not_be_confirmed_does_not_serve(memory: UnsafeMemory, events: list[str]) -> None:
+def test_copy_that_could_not_be_waited_for_does_not_serve(memory: UnsafeMemory, device: BackgroundDevice) -> None:
     training = Training(memory)
     training.begin(1)
-    events.append("fail")
+    device.die()
     with pytest.raises(RuntimeError, match="device lost"):
         training.copies.start.settle()
     assert training.served(0) is None
 
 
-def test_copy_taken_again_after_it_was_confirmed_must_be_confirmed_again(
-    memory: UnsafeMemory, events: list[str]
+def test_copy_taken_again_after_it_had_arrived_must_arrive_again(
+    memory: UnsafeMemory, device: BackgroundDevice
 ) -> None:
     training = Training(memory, "after-logging")
     training.step(1)
-    training.copies.start.settle()
+    device.run()
     training.copies.start.take(training.spec, training.places, 2)  # with the log line
-    assert training.served(1) is None
+    device.run()
+    assert training.served(1) is None, "its fence is not enqueued yet"
+    training.copies.start.enqueued()
+    assert training.served(1) is None, "its fence is not passed yet"
+    device.run()
+    assert training.served(1) == ("start(2)", 1)
 
 
 def test_bytes_of_both_slots_are_counted(memory: UnsafeMemory) -> None:

@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 from mindspeed_recovery.core.location import Place
-from mindspeed_recovery.core.memory import HostEmpty, has_device, record_event
+from mindspeed_recovery.core.memory import Fences, HostEmpty
 from mindspeed_recovery.core.policy import StateSpec
 from mindspeed_recovery.core.values import Buffers, Capture
 
 
 @dataclass
 class StateCopy:
-    """One state's copy in one slot. ``whole``: all of it was taken; ``arrived``: its transfer is known to have finished."""
+    """One state's copy in one slot. ``whole``: all of it was taken; ``fence``: its transfer has finished when the device
+    has passed this one."""
 
     buffers: Buffers
     step: int = -1
     whole: bool = False
-    arrived: bool = False
+    fence: int = -1
     taken_at: float = 0.0
     origin: str = ""
     """Which rank sent the copy; empty for one that was taken here."""
@@ -44,15 +44,14 @@ class Slot:
         self.step = -1
         self._host_empty = host_empty
         self._copies: dict[str, StateCopy] = {}
-        self._reached: Any = None
+        self._fences = Fences(host_empty)
 
     def begin(self, step: int) -> None:
         """From here on nothing in the slot is valid until it has been taken again; but what is a whole copy of this very
         step (after a rollback to its start, or taken when the step before was logged) stays."""
         self.step = step
-        self._reached = None
         for copy in self._copies.values():
-            copy.whole = copy.arrived = copy.step == step and copy.whole and copy.arrived
+            copy.whole = copy.step == step and self._is_valid(copy)
 
     def take(self, spec: StateSpec, places: list[Place], step: int | None = None) -> None:
         """Copy one state, for the slot's step unless another is given. On an error the copy stays invalid and the error
@@ -60,12 +59,12 @@ class Slot:
         copy = self._copies.get(spec.name)
         if copy is None:
             copy = self._copies[spec.name] = StateCopy(Buffers(self._host_empty))
-        copy.whole = copy.arrived = False
+        copy.whole = False
         copy.step, copy.origin = self.step if step is None else step, ""
         copy.captures = [(place, Capture(place.get(), copy.buffers, place.path)) for place in places]
         copy.buffers.sweep()
+        copy.fence = self._fences.following
         copy.whole, copy.taken_at = True, time.time()
-        copy.arrived = not has_device()  # without a device a copy is done when it returns
 
     def receiving(self, name: str, step: int) -> StateCopy:
         """A copy that another rank will fill; nothing is valid of it before `receive`. It uses the buffers of what it
@@ -73,7 +72,7 @@ class Slot:
         old = self._copies.get(name)
         if old is None or self.get(name, step) is not None:
             return StateCopy(Buffers(self._host_empty), step)
-        old.whole = old.arrived = False
+        old.whole = False
         old.step = step
         return old
 
@@ -81,50 +80,37 @@ class Slot:
         """What another rank has sent is the slot's copy of a state from now on."""
         copy.captures, copy.origin = captures, origin
         copy.buffers.sweep()
-        copy.whole = copy.arrived = True
-        copy.taken_at = time.time()
+        copy.whole, copy.fence, copy.taken_at = True, -1, time.time()
         self._copies[name] = copy
 
     def enqueued(self) -> None:
-        """All copies of the step are on their way: note the point on the stream that must be reached first."""
-        if has_device():
-            self._reached = record_event()
+        """All copies of the step are on their way: mark the point on the stream that must be reached first."""
+        self._fences.enqueue()
 
     def settle(self) -> None:
-        """Confirm that the transfers have finished. Healthy state only: after *stop* no device event may be touched.
+        """Have the transfers finished. Healthy state only: after *stop* no device event may be touched.
 
         A synchronisation of the framework's own (the gradient norm's ``item()``, the loss) has normally passed by then;
         otherwise this waits for it.
         """
-        if self._reached is not None:
-            self._reached.synchronize()
-            self._confirm()
+        self._fences.wait()
 
-    def poll(self) -> None:
-        """Confirm that the transfers have finished if they have, without waiting; an error of the device means no."""
-        try:
-            if self._reached is not None and self._reached.query():
-                self._confirm()
-        except RuntimeError:
-            self._reached = None
-
-    def _confirm(self) -> None:
-        self._reached = None
-        for copy in self._copies.values():
-            copy.arrived = copy.whole
+    def _is_valid(self, copy: StateCopy) -> bool:
+        return copy.whole and self._fences.passed(copy.fence)
 
     def get(self, name: str, step: int) -> StateCopy | None:
         """The valid copy of a state at this step, if there is one. Touches no device."""
         copy = self._copies.get(name)
-        return copy if copy is not None and copy.step == step and copy.whole and copy.arrived else None
+        return copy if copy is not None and copy.step == step and self._is_valid(copy) else None
 
     @property
     def is_empty(self) -> bool:
         """Whether the slot holds no valid copy of anything."""
-        return not any(copy.whole and copy.arrived for copy in self._copies.values())
+        return not any(self._is_valid(copy) for copy in self._copies.values())
 
     def discard(self, *, after_step: int | None = None, since: float | None = None) -> None:
-        """Make copies of a step later than ``after_step``, or taken at or after time ``since``, invalid."""
+        """Make copies of a step later than ``after_step``, or taken at or after time ``since``, invalid. After *stop*."""
+        self._fences.abandon()
         if after_step is not None and self.step > after_step:
             self.step = -1
         for copy in self._copies.values():

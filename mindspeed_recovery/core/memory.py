@@ -75,11 +75,60 @@ def synchronize() -> None:
         module.synchronize()
 
 
-def record_event() -> Any:
-    """An event at the present end of the device's stream."""
+def _record_event() -> Any:
     event = _accelerator().Event() if not hasattr(torch, "Event") else torch.Event()
     event.record()
     return event
+
+
+def _device() -> torch.device:
+    current = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+    return current or torch.device("npu" if hasattr(torch, "npu") else "cuda")
+
+
+class Fences:
+    """Numbered points on the device's stream: one is passed when all that was enqueued before it has happened.
+
+    The stream itself writes the number of each into host memory when it comes there. So whether one is passed can be read
+    at any time without a wait, also after *stop* and of a device that answers nothing any more. A stream goes no further
+    after an operation that failed (torch_npu sets stop-on-failure), so nothing behind a passed fence has failed. Without a
+    device everything has happened when it returns, and every fence is passed.
+
+    `enqueue` and `wait` on the training thread, the others on any.
+    """
+
+    def __init__(self, host_empty: HostEmpty) -> None:
+        self._host_empty = host_empty
+        self._reached: Tensor | None = None
+        self._event: Any = None
+        self.following = 0
+        """The number of the fence that comes next on the stream: what is enqueued now is behind it."""
+
+    def enqueue(self) -> None:
+        """Put the `following` fence at the present end of the stream. Raises what the device raises."""
+        if not has_device():
+            return
+        if self._reached is None:
+            self._reached = self._host_empty([1], torch.int64).fill_(-1)
+        to_host(torch.full([1], self.following, dtype=torch.int64, device=_device()), self._reached)
+        self._event = _record_event()
+        self.following += 1
+
+    def passed(self, number: int) -> bool:
+        """Whether all that was enqueued before fence ``number`` has happened; before a negative one nothing was. Asks no
+        device."""
+        if number < 0:
+            return True
+        return not has_device() if self._reached is None else int(self._reached) >= number
+
+    def wait(self) -> None:
+        """Wait until the last fence is passed. Healthy state only: after *stop* no device event may be touched."""
+        if self._event is not None and not self.passed(self.following - 1):
+            self._event.synchronize()
+
+    def abandon(self) -> None:
+        """The device was stopped: what it has not passed it never will, and nobody waits for it."""
+        self._event = None
 
 
 def storage_bytes(tensor: Tensor) -> Tensor:
@@ -91,9 +140,14 @@ def storage_bytes(tensor: Tensor) -> Tensor:
     return alias.set_(tensor.untyped_storage())
 
 
+def to_host(source: Tensor, host: Tensor) -> None:
+    """Copy ``source`` into the host tensor ``host``. Enqueued on the current stream."""
+    host.copy_(source, non_blocking=True)
+
+
 def save(tensor: Tensor, host: Tensor) -> None:
     """Copy the storage of ``tensor`` into ``host`` (uint8, as many bytes). Enqueued on the current stream."""
-    host.copy_(storage_bytes(tensor), non_blocking=True)
+    to_host(storage_bytes(tensor), host)
 
 
 def load(tensor: Tensor, host: Tensor) -> None:

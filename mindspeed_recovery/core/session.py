@@ -207,7 +207,6 @@ class Session:
         self.copies.logged = step  # also if stop has come in the meantime: the live values are those of its end
         if self._recovering:
             return
-        self.copies.update.poll()  # logging has waited for the device
         states = [
             s for s in self._protected() if s.spec.settled == "after-logging" and not s.unprotected and not s.too_large
         ]
@@ -305,11 +304,9 @@ class Session:
 
     def stop(self) -> None:
         """All ranks, before the device is stopped: close the commit gate. Nothing else: the training thread still runs
-        Python. What has arrived of the copies by now is known for the last time."""
+        Python."""
         with self._gate:
             self._recovering = True
-        self.copies.start.poll()
-        self.copies.update.poll()
         self._report = Report(len(self.reports) + 1)
         self._tried = {}
 

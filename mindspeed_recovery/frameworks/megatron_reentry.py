@@ -21,11 +21,12 @@ class Reentry:
     """The state of a first entry that a later one needs again. Made before the first call of ``train()``."""
 
     def __init__(self, training: Any, model: list[Any], optimizer: Any, config: Any) -> None:
-        from megatron.core.rerun_state_machine import get_rerun_state_machine
+        from megatron.core import rerun_state_machine
 
         self._training, self._model, self._optimizer, self._config = training, model, optimizer, config
-        self._rerun = get_rerun_state_machine
-        self._rerun_mode = self._rerun().get_mode()
+        self._rerun_module: Any = rerun_state_machine
+        self._rerun = rerun_state_machine.get_rerun_state_machine()
+        self._rerun_mode = self._rerun.get_mode()
         self._functions = {name: getattr(config, name, None) for name in _SYNC_FUNCTIONS}
 
     def prepare(self) -> None:
@@ -40,17 +41,17 @@ class Reentry:
         self._training.update_num_microbatches(args.consumed_train_samples, consistency_check=False)
         self._enable_hooks()
 
-    def abandon_step(self, done: int) -> None:
-        """``train()`` goes on, and calls ``train_step()`` once more for the step after ``done``."""
+    def abandon_step(self) -> None:
+        """``train()`` goes on, and calls ``train_step()`` once more for the same step."""
         self.stop_timers()
         self._training.get_timers()("interval-time").start()
         self._forget_rerun()
-        self._rerun().current_iteration = done
 
     def _forget_rerun(self) -> None:
-        machine = self._rerun()  # MindIO TFT's adaptor has it made anew
-        machine.state = type(machine.state).NOT_RUNNING_YET
-        machine.mode = self._rerun_mode  # an evaluation switches it off; set_mode() would log it
+        # MindIO TFT's adaptor throws the machine away; the one that Megatron makes then has forgotten its mode.
+        self._rerun_module._GLOBAL_RERUN_STATE_MACHINE = self._rerun
+        self._rerun.state = type(self._rerun.state).NOT_RUNNING_YET
+        self._rerun.mode = self._rerun_mode  # an evaluation switches it off; set_mode() would log it
 
     def stop_timers(self) -> None:
         """Timers that the aborted step had started are stopped, and their time forgotten."""

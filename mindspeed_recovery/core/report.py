@@ -30,12 +30,14 @@ class Report:
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     milliseconds: dict[str, float] = field(default_factory=dict)
     unsafe: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    """What the runtime could not make good besides the states: a log line, an evaluation."""
 
     @property
     def failures(self) -> list[str]:
-        """One line for each state that is not exact, and for each tracked tensor that is still unsafe."""
+        """One line for each state that is not exact, each tracked tensor that is still unsafe, and what else is missing."""
         lines = [f"{o.state}: {o.error}" for o in self.outcomes.values() if o.error]
-        return lines + [f"{path}: still unsafe after rollback" for path in self.unsafe]
+        return lines + [f"{path}: still unsafe after rollback" for path in self.unsafe] + self.missing
 
     @property
     def fatal(self) -> bool:
@@ -44,7 +46,7 @@ class Report:
 
     @property
     def exact(self) -> bool:
-        """Whether every tracked state is what it is in a run without the fault."""
+        """Whether every tracked state, and all that is logged, is what it is in a run without the fault."""
         return not self.failures
 
     def count(self, action: str) -> int:
@@ -55,7 +57,7 @@ class Report:
         actions = {outcome.action for outcome in self.outcomes.values()}
         parts = ", ".join(f"{self.count(action)} {action}" for action in sorted(actions))
         times = " + ".join(f"{name} {ms:.1f}" for name, ms in self.milliseconds.items())
-        state = "exact" if self.exact else f"NOT exact ({len(self.failures)} states)"
+        state = "exact" if self.exact else f"NOT exact ({len(self.failures)} differences)"
         return (
             f"recovery {self.number}: rolled back to step {self.step}, {state}; states: {parts or 'none'}; ms: {times}"
         )

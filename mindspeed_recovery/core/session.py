@@ -419,6 +419,10 @@ class Session:
             self.copies.kept.enqueued()
             self.copies.kept.settle()
 
+    def report_missing(self, what: str) -> None:
+        """Between *stop* and `after_rollback`: something besides the states is not as in a run without the fault."""
+        self._report.missing.append(what)
+
     def after_rollback(self) -> Report:
         """All ranks: reset the trackers again, put the rank's own states to the step once more (the rollback may have
         drawn random numbers), check that nothing tracked is unsafe, and open the commit gate.

@@ -48,8 +48,8 @@ would begin anew; here it is a tracked state."""
 
 _LOG_SUMS_NAME = "console-log-sums"
 
-_MARKS = {"evaluation": "eval", "checkpoint": "end"}
-"""Under which mark it is made up for."""
+_MARKS = {"evaluation": {"eval"}, "checkpoint": {"end", "save"}}
+"""Under which marks it is made up for."""
 
 _COUNTS = ("consumed_train_samples", "skipped_train_samples", "consumed_train_bins")
 
@@ -175,6 +175,7 @@ class Loop:
     def run(self, train: Wrapped, arguments: inspect.BoundArguments) -> Any:
         """``train()``, until it ends or, under MindIO TFT, fails."""
         if self._runtime is None:
+            self._arguments["opt_param_scheduler"] = arguments.arguments["opt_param_scheduler"]  # TFT loads a new one
             try:
                 return self._enter(train, arguments)
             except Exception as error:
@@ -249,7 +250,10 @@ class Loop:
     def log_again(self, training_log: Wrapped, call: inspect.BoundArguments) -> Any:
         """A runtime of its own writes an owed line, on its thread and with new sums; those of the line are tracked."""
         call.arguments["total_loss_dict"] = LOG_SUMS
-        return training_log(*call.args, **call.kwargs)
+        self._start_interval()
+        result = training_log(*call.args, **call.kwargs)
+        self._session.after_log(call.arguments["iteration"])
+        return result
 
     def log(self, training_log: Wrapped, call: inspect.BoundArguments) -> Any:
         """``training_log()`` is called: the update is over, and the position is that of the next step."""
@@ -272,11 +276,14 @@ class Loop:
 
     def _write(self, step: int, line: _Line) -> None:
         if not self.owns_this_thread():
-            # Written again: a rank that was in an evaluation has stopped this timer, and its end is a barrier.
-            timer = self._training.get_timers()("interval-time")
-            if not timer._started:
-                timer.start()
+            self._start_interval()
         line.write()
+
+    def _start_interval(self) -> None:
+        """A line is written again: a rank that was in an evaluation has stopped this timer, and its end is a barrier."""
+        timer = self._training.get_timers()("interval-time")
+        if not timer._started:
+            timer.start()
 
     def evaluate(self, evaluate: Callable[[], Any], step: int) -> Any:
         """``evaluate_and_print_results()`` is called after ``step``."""
@@ -284,8 +291,8 @@ class Loop:
         return self._do("evaluation", evaluate, "eval", step)
 
     def save(self, save: Callable[[], Any]) -> Any:
-        """``save_checkpoint_and_time()`` is called; inside `end_iteration`, which is what is made up for."""
-        return self._do("checkpoint", save)
+        """``save_checkpoint_and_time()`` is called; in Megatron's loop inside `end_iteration`."""
+        return self._do("checkpoint", save, "save", self.done)
 
     def end_iteration(self, decide: Callable[[], bool], step: int) -> bool:
         """``checkpoint_and_decide_exit()`` is called after ``step``."""
@@ -328,6 +335,8 @@ class Loop:
             data.follow()
         if evaluation_owed or self._runtime is not None:  # MindIO TFT's adaptor has gathered the parameters
             self._reentry.without_hooks(lambda: self._evaluate(step) if evaluation_owed else None)
+        if self._runtime is None and self._driver.marked("save") < step:
+            self._save(step)
         should_exit = self._driver.marked("end") < step and self._end_iteration(step)
         self._reentry.stop_timers()
         return should_exit
@@ -338,10 +347,16 @@ class Loop:
         self._forget_evaluations(step if evaluation_owed else step + 1)
         doing, self._doing = self._doing, None
         lost = "evaluation" if "eval" in left_out else None
-        if doing is not None and doing[1] == step and self._driver.marked(_MARKS[doing[0]]) == step:
+        if (
+            doing is not None
+            and doing[1] == step
+            and all(self._driver.marked(mark) == step for mark in _MARKS[doing[0]])
+        ):
             lost = doing[0]
         if lost is not None:
-            logger.warning("the %s after step %d is left out, because of a fault", lost, step)
+            self._session.report_missing(
+                f"the {lost} after step {step} is left out: the ranks could not agree to repeat it"
+            )
 
     def _chores(self, train: Wrapped) -> dict[str, Callable[[int], bool]]:
         """What ``train()`` does after the log line of a step, and whether it is due; only what it calls by a name that was
@@ -357,6 +372,8 @@ class Loop:
             chores["eval"] = self._evaluation_due
         if follows("checkpoint_and_decide_exit"):
             chores["end"] = lambda step: True
+        elif follows("save_checkpoint_and_time"):  # MindSpeed-LLM's loop has the rest inline
+            chores["save"] = self._checkpoint_due
         return chores
 
     def _evaluation_due(self, step: int) -> bool:
@@ -364,6 +381,10 @@ class Loop:
         first = getattr(args, "start_eval_at_iter", None)
         due = args.eval_interval and step % args.eval_interval == 0 and args.do_valid
         return bool(due) and (first is None or step >= first)
+
+    def _checkpoint_due(self, step: int) -> bool:
+        args = self._args
+        return bool(args.save and args.save_interval) and step % args.save_interval == 0
 
     def _note_evaluation(self, step: int) -> None:
         """Remember where the validation data is before the evaluation after ``step``."""
@@ -389,6 +410,15 @@ class Loop:
         )
         if self._args.num_experts is not None and hasattr(training, "get_moe_metrics_tracker"):
             training.get_moe_metrics_tracker().clear()
+
+    def _save(self, step: int) -> None:
+        """As ``train()`` saves after ``step``."""
+        self._training.get_timers()("interval-time", log_level=0).start()  # which saving stops
+        self._call(
+            self._training.save_checkpoint_and_time,
+            iteration=step,
+            num_floating_point_operations_so_far=self._operations,
+        )
 
     def _end_iteration(self, step: int) -> bool:
         """As ``train()`` ends the iteration: checkpoints, conditions to exit."""
@@ -466,7 +496,7 @@ class _Foreign:
         ``chores``: what is done after a step, by name, and whether it is due; ``step``: the last one done."""
         self._session, self._sink, self._write_log = session, sink, write_log
         self._rolled_back, self._chores = rolled_back, chores
-        self._marks: dict[str, int] = dict.fromkeys(("eval", "end"), step)
+        self._marks: dict[str, int] = dict.fromkeys(("eval", "end", "save"), step)
         self._line: Any = None
 
     def begin_step(self, step: int) -> None:

@@ -271,10 +271,9 @@ class Recovery:
                 "again from the checkpoint"
             )
         if self.window.done is not None and step > self.window.done and not repaired:
-            logger.warning(
-                "MindIO TFT rolls back to step %d without a repair of this rank, whose parameters are those of step %d",
-                step,
-                self.window.done,
+            session.report_missing(
+                f"the parameters of this rank are those of step {self.window.done}: MindIO TFT rolls back to step {step} "
+                "without a repair of it"
             )
         if counts is None:
             return arguments.iteration != step and not mute, None  # what the adaptor will do
@@ -282,7 +281,7 @@ class Recovery:
         replay = counts["owed"] > 0 and counts["mute"] == 0 and not partial
         if counts["owed"] and not replay:
             gone = "sums" if partial else "losses"
-            logger.warning("the log line of step %d is missing: not every rank has its %s any more", step, gone)
+            session.report_missing(f"the log line of step {step}: not every rank has its {gone} any more")
         if not replay:
             arguments.iteration = step
         elif arguments.iteration == step:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -346,6 +346,8 @@ class Session:
 
     def _restore(self, state: TrackedState, step: int, replay: bool, outcome: Outcome) -> None:
         spec = state.spec
+        with suppress(Exception):  # only told; what is wrong with the state shows below
+            outcome.nbytes = self.registry.describe(state)["bytes"]
         if spec.policy is Policy.RESET:
             if replay and spec.replay:
                 self._restore_sums(state, step, outcome)
@@ -398,6 +400,7 @@ class Session:
         outcome.fatal = state.spec.on_missing == "error"
 
     def _put_copy_back(self, state: TrackedState, copy: StateCopy, outcome: Outcome) -> None:
+        outcome.nbytes = max(outcome.nbytes, copy.nbytes)  # generators hold no tensor
         pairs, new = pair_up(state.places(), copy.captures)
         restoring = Restoring()
         for place, capture in pairs:

@@ -318,6 +318,8 @@ class Session:
                         self._restore(state, report.step, False, outcome)
                     report.unsafe += self._unsafe(state)
         self.reports.append(report)
+        for outcome in report.outcomes.values():
+            logger.debug("recovery %d: %s", report.number, outcome)
         for state in self.registry:
             state.unprotected = None  # whatever a step of before could not copy may be well again
         self._open()

@@ -87,6 +87,7 @@ class HeldLog(ABC, Generic[T]):
         self._last: dict[str, int] = {}
         self._failing = False
         self._lost = 0
+        self._told = False
         self._earlier = History()
         self._reader: threading.Thread | None = None
         if history is not None:
@@ -238,6 +239,14 @@ class HeldLog(ABC, Generic[T]):
             last = self._earlier.last.get(tag)
             if last is not None and step <= last:
                 tags.add(tag)
+                if not self._told:
+                    self._told = True
+                    logger.info(
+                        "'%s' is in the log up to step %d already: what is there stays, and the log goes on where it ended. "
+                        "A new run needs a folder of its own",
+                        tag,
+                        last,
+                    )
                 continue
             self._earlier.last.pop(tag, None)  # it has caught up: from here on it is as any other
             if item.again and step <= self._last.get(tag, step - 1):

@@ -135,7 +135,7 @@ class _HeldFile(HeldLog[Any]):
         self._events = file_writer.event_writer
         self._options = (writer.max_queue, writer.flush_secs, writer.filename_suffix)
         self._broken = self.closed = False
-        self._told: dict[int, int] = {}
+        self._recoveries: dict[int, int] = {}
         earlier = [path for path in event_files.files(self.get_logdir()) if str(path) != self._path()]
         super().__init__(functools.partial(event_files.history, earlier) if earlier else None)
         self._add_event = file_writer.add_event
@@ -153,8 +153,8 @@ class _HeldFile(HeldLog[Any]):
 
     def recoveries(self, step: int) -> int:
         """How many recoveries to ``step`` this file tells of; the next one is counted."""
-        count = self._told.get(step, 0)
-        self._told[step] = count + 1
+        count = self._recoveries.get(step, 0)
+        self._recoveries[step] = count + 1
         return count + self.earlier().recoveries[step]
 
     def tell(self, summary: Any, step: int) -> None:

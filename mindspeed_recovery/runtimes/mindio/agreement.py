@@ -32,6 +32,8 @@ class Agreement:
         self._timeout = timeout
         self._announced = False
         self._last = ("", 0)
+        self.notes: list[str] = []
+        """What ranks had to say with the last vote that was complete."""
 
     def announce(self) -> None:
         """Say once that this rank takes part in votes."""
@@ -40,11 +42,13 @@ class Agreement:
             self._announced = True
             group[0].add(f"{_PREFIX}/present", 1)
 
-    def vote(self, recovery: str, votes: Mapping[str, bool]) -> dict[str, int] | None:
+    def vote(self, recovery: str, votes: Mapping[str, bool], note: str = "") -> dict[str, int] | None:
         """How many ranks said yes to each question; None, alike on every rank that votes, if not all of them did in time.
 
-        ``recovery`` names the recovery, alike on all ranks. The questions are the same on every rank.
+        ``recovery`` names the recovery, alike on all ranks. The questions are the same on every rank. ``note``: something
+        that this rank has to say; every rank finds it in `notes`. Few ranks should have one.
         """
+        self.notes = [note] if note else []
         group = _store_and_size()
         if group is None:
             return {name: int(vote) for name, vote in votes.items()}
@@ -57,6 +61,8 @@ class Agreement:
         for name, vote in votes.items():
             if vote:
                 store.add(f"{prefix}/{name}", 1)
+        if note:
+            store.set(f"{prefix}/note/{store.add(f'{prefix}/notes', 1)}", note)
         if store.add(f"{prefix}/voters", 1) == size:
             store.compare_set(f"{prefix}/outcome", "", _COMPLETE)
         if self._outcome(store, f"{prefix}/outcome") != _COMPLETE:
@@ -67,6 +73,8 @@ class Agreement:
                 self._timeout,
             )
             return None
+        notes = range(1, store.add(f"{prefix}/notes", 0) + 1)
+        self.notes = sorted(store.get(f"{prefix}/note/{number}").decode() for number in notes)
         return {name: store.add(f"{prefix}/{name}", 0) for name in votes}
 
     def _outcome(self, store: Any, key: str) -> str:

@@ -31,6 +31,7 @@ class Log:
     def __init__(self):
         self.points = []
         self.twice = 0
+        self.recoveries = []
 
     def add(self, step, name, value):
         if any(point[:2] == (step, name) for point in self.points):
@@ -46,6 +47,9 @@ class Log:
 
     def rollback(self, step):
         self.points = [point for point in self.points if point[0] <= step]
+
+    def recovered(self, report):
+        self.recoveries.append(report.as_dict())
 
 
 class Model:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from mindspeed_recovery import __version__, catalogue
 from mindspeed_recovery.errors import RecoveryError
+from mindspeed_recovery.tools import report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     states.add_argument("--json", action="store_true", help="print JSON")
     states.set_defaults(run=_states)
+    report.add_command(commands)
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))

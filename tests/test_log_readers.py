@@ -87,9 +87,7 @@ def curves(found: Curves) -> Curves:
 
 
 def each_once(found: Curves) -> bool:
-    return all(
-        len({step for step, _ in points}) == len(points) for tags in found.values() for points in tags.values()
-    )
+    return all(len({step for step, _ in points}) == len(points) for tags in found.values() for points in tags.values())
 
 
 PLANS = {
@@ -110,7 +108,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @reader
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_each_reader_shows_the_undisturbed_run(read: Callable[..., Curves], plan: Any, undisturbed: Path, tmp_path: Path):
+def test_each_reader_shows_the_undisturbed_run(
+    read: Callable[..., Curves], plan: Any, undisturbed: Path, tmp_path: Path
+):
     train(tmp_path, plan)
     found, expected = read(tmp_path), read(undisturbed)
     assert len(expected) == 3

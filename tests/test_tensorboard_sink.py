@@ -182,7 +182,13 @@ def everything(folder: Path) -> dict[str, list[tuple[Any, ...]]]:
         for event in EventFileLoader(str(file)).Load():
             for value in event.summary.value:
                 given = event.wall_time if event.wall_time < 1000 else None
-                point = event.step, value.tag, given, value.tensor.SerializeToString(), value.metadata.plugin_data.plugin_name
+                point = (
+                    event.step,
+                    value.tag,
+                    given,
+                    value.tensor.SerializeToString(),
+                    value.metadata.plugin_data.plugin_name,
+                )
                 found.setdefault(str(file.parent.relative_to(folder)), []).append(point)
     return found
 
@@ -278,7 +284,7 @@ def test_times_are_those_of_logging(writer: Any, sink: Any, tmp_path: Path) -> N
     time.sleep(0.05)
     sink.settle(1)
     [file] = tmp_path.glob("events.*")
-    assert [event.wall_time for event in EventFileLoader(str(file)).Load() if event.HasField("summary")][0] <= after
+    assert next(event.wall_time for event in EventFileLoader(str(file)).Load() if event.HasField("summary")) <= after
 
 
 # ---- what an earlier process left ----------------------------------------------------------------------------------------
@@ -321,7 +327,26 @@ def test_nothing_is_written_before_the_old_files_are_read(tmp_path: Path, points
     assert points() == before + line(5, 5.5) + line(6, 6.5)
 
 
-def test_old_files_that_cannot_be_read_are_one_warning(tmp_path: Path, points: Any, monkeypatch: Any, caplog: Any) -> None:
+def test_large_files_are_read_by_another_process(tmp_path: Path, monkeypatch: Any) -> None:
+    with SummaryWriter(str(tmp_path)) as writer:
+        sink = HeldEvents(writer)
+        train(writer, sink, range(1, 4))
+        sink.recovered(Report(1, step=3))
+    files = event_files.files(tmp_path)
+    here = event_files.history(files)
+    monkeypatch.setattr(event_files, "LARGE_BYTES", 0)
+    read_here = event_files._read
+    monkeypatch.setattr(event_files, "_read", lambda paths: pytest.fail("read by this process"))
+    assert event_files.history(files) == here
+    assert (here.last, here.recoveries[3]) == ({"loss": 3, "loss vs samples": 24}, 1)
+    monkeypatch.setattr(event_files.sys, "executable", "/no/such/python")
+    monkeypatch.setattr(event_files, "_read", read_here)
+    assert event_files.history(files) == here
+
+
+def test_old_files_that_cannot_be_read_are_one_warning(
+    tmp_path: Path, points: Any, monkeypatch: Any, caplog: Any
+) -> None:
     (tmp_path / "events.out.tfevents.1.host.1.0").write_bytes(b"\x05" + bytes(11) + b"\xff" * 20)
     writer = SummaryWriter(str(tmp_path))
     sink = HeldEvents(writer)
@@ -398,7 +423,7 @@ def test_without_the_sink_a_full_disk_raises_into_training(writer: Any, disk: Fu
 
 
 def test_disk_that_stays_full_does_not_keep_training_from_its_end(
-    writer: Any, sink: Any, points: Any, disk: FullDisk, monkeypatch: Any
+    writer: Any, sink: Any, points: Any, disk: FullDisk, monkeypatch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(held, "LIMIT", 10)
     disk.full = True
@@ -407,6 +432,24 @@ def test_disk_that_stays_full_does_not_keep_training_from_its_end(
     writer.close()
     sink.uninstall()
     assert points() == []
+    assert len(caplog.messages) == 2
+    assert caplog.messages[1] == "the log could not be written to its end; 98 lines are lost"
+
+
+def test_full_disk_is_one_warning_for_all_files_of_a_writer(
+    writer: Any, sink: Any, disk: FullDisk, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level(logging.INFO)
+    for step in range(1, 12):
+        disk.full = 4 <= step < 8
+        sink.settle(step - 1)
+        sink.begin(step)
+        log(writer, step, step)
+        writer.add_scalars("experts", {"a": step, "b": step}, step)
+    writer.close()
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    for run in ("experts_a", "experts_b"):
+        assert [step for _, step, _ in sorted(read(tmp_path / run))] == list(range(1, 12))
 
 
 # ---- fork ----------------------------------------------------------------------------------------------------------------
@@ -466,7 +509,13 @@ def test_recovery_is_told_below_its_own_tags(writer: Any, sink: Any, tmp_path: P
     from tensorboard.plugin_util import markdown_to_safe_html
 
     shown = markdown_to_safe_html(text)
-    for wanted in ("<td>memory fault</td>", "<td>1, 5</td>", "<strong>no</strong>", "1 dropped, 1 restored", "bias: no copy"):
+    for wanted in (
+        "<td>memory fault</td>",
+        "<td>1, 5</td>",
+        "<strong>no</strong>",
+        "1 dropped, 1 restored",
+        "bias: no copy",
+    ):
         assert wanted in shown
     assert "milliseconds" not in shown, "what programs read is not shown"
     writer.close()

@@ -7,13 +7,23 @@ are streamed; checksums of contents are left to those who show them. Needs Tenso
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import struct
-from collections.abc import Iterable, Iterator
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from mindspeed_recovery.core.report import MARKER, TAGS
 from mindspeed_recovery.logs.held import History
+
+logger = logging.getLogger("mindspeed_recovery")
+
+LARGE_BYTES = 2**23
+"""Files above this are read by another process: a thread would take turns with training for a minute."""
 
 _HEADER = struct.Struct("<Q4x")
 _CHECKSUM_BYTES = 4
@@ -58,9 +68,18 @@ def torn_bytes(path: Path | str) -> int:
     return size - position
 
 
-def history(paths: Iterable[Path | str]) -> History:
+def history(paths: Sequence[Path | str]) -> History:
     """What an earlier process has logged to these files. Tags whose steps went back within one file (a counter that begins
     anew, say) are left out: of those the last step says nothing about the others."""
+    if sum(os.path.getsize(path) for path in paths) > LARGE_BYTES:
+        try:
+            return _read_elsewhere(paths)
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            logger.debug("no other process can read what was logged: %s", error)
+    return _read(paths)
+
+
+def _read(paths: Iterable[Path | str]) -> History:
     from tensorboard.compat.proto.event_pb2 import Event
 
     parse = Event.FromString
@@ -84,3 +103,18 @@ def history(paths: Iterable[Path | str]) -> History:
     for tag in no_order:
         found.last.pop(tag, None)
     return found
+
+
+def _read_elsewhere(paths: Sequence[Path | str]) -> History:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", __name__, *map(str, paths)]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment, check=True
+    )
+    last, recoveries = json.loads(done.stdout)
+    return History(last, Counter({int(step): count for step, count in recoveries.items()}))
+
+
+if __name__ == "__main__":
+    _found = _read(sys.argv[1:])
+    json.dump([_found.last, _found.recoveries], sys.stdout)

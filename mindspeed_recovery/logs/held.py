@@ -63,6 +63,36 @@ class _Item(Generic[T]):
     """It was logged while a step was computed again that had been settled before."""
 
 
+class Outage:
+    """Whether logs cannot be written: one WARNING when it begins, however many logs there are, and one INFO at its end."""
+
+    def __init__(self) -> None:
+        self._failing: set[int] = set()
+        self._lost = 0
+
+    def begin(self, log: object, error: BaseException) -> None:
+        if not self._failing:
+            logger.warning("the log cannot be written, training goes on and what is logged waits: %s", error)
+        self._failing.add(id(log))
+
+    def lose(self, count: int) -> None:
+        """That many items are given up."""
+        self._lost += count
+
+    def end(self, log: object, *, given_up: bool = False) -> None:
+        if id(log) not in self._failing:
+            return
+        self._failing.discard(id(log))
+        if self._failing:
+            return
+        lost = f"; {self._lost} lines are lost" if self._lost else ""
+        if given_up:
+            logger.warning("the log could not be written to its end%s", lost)
+        else:
+            logger.info("the log can be written again%s", lost)
+        self._lost = 0
+
+
 class HeldLog(ABC, Generic[T]):
     """Holds items of type T; a `LogSink` of a runtime.
 
@@ -71,10 +101,10 @@ class HeldLog(ABC, Generic[T]):
     held belongs to the parent.
 
     ``history``: reads what an earlier process left; called once, on a thread of its own, since files may be large. Until it
-    has returned nothing is written. None where there was no earlier process.
+    has returned nothing is written. None where there was no earlier process. ``outage``: shared by logs that fail together.
     """
 
-    def __init__(self, history: Callable[[], History] | None = None) -> None:
+    def __init__(self, history: Callable[[], History] | None = None, outage: Outage | None = None) -> None:
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._step = 0
@@ -85,8 +115,7 @@ class HeldLog(ABC, Generic[T]):
         self._now: dict[int, Counter[Point]] = {}
         self._before: dict[int, Counter[Point]] = {}
         self._last: dict[str, int] = {}
-        self._failing = False
-        self._lost = 0
+        self._outage = outage or Outage()
         self._told = False
         self._earlier = History()
         self._reader: threading.Thread | None = None
@@ -145,6 +174,10 @@ class HeldLog(ABC, Generic[T]):
                 self._patience = float("inf")
                 self._settled = max(self._settled, self._step)
             self._drain(None if everything else self._settled)
+            if everything and self._items:
+                self._outage.lose(len(self._items))
+                self._outage.end(self, given_up=True)
+                self._items.clear()
 
     def earlier(self) -> History:
         """What an earlier process left; waits a little for it to be read."""
@@ -227,7 +260,7 @@ class HeldLog(ABC, Generic[T]):
         self._items = later
         failed = self._write(due) if due else []
         if len(failed) > LIMIT:
-            self._lost += len(failed) - LIMIT
+            self._outage.lose(len(failed) - LIMIT)
             failed = failed[-LIMIT:]
         # Their points are in `_last` already: they are not looked at again.
         self._items.extendleft(_Item(None, item.content, (), False) for item in reversed(failed))
@@ -258,16 +291,9 @@ class HeldLog(ABC, Generic[T]):
         try:
             self.write([item.content for item in items])
         except Exception as error:
-            if not self._failing:
-                self._failing = True
-                logger.warning(
-                    "the log cannot be written, training goes on and what is logged waits: %s", error.__cause__ or error
-                )
+            self._outage.begin(self, error.__cause__ or error)
             return items[error.written if isinstance(error, WriteFailed) else 0 :]
-        if self._failing:
-            lost = f"; {self._lost} lines are lost" if self._lost else ""
-            logger.info("the log can be written again%s", lost)
-            self._failing, self._lost = False, 0
+        self._outage.end(self)
         return []
 
     def _read(self, history: Callable[[], History]) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from mindspeed_recovery.core.report import MARKER, TAGS, Report
 from mindspeed_recovery.logs import event_files
-from mindspeed_recovery.logs.held import HeldLog, WriteFailed
+from mindspeed_recovery.logs.held import HeldLog, Outage, WriteFailed
 
 logger = logging.getLogger("mindspeed_recovery")
 
@@ -44,6 +44,7 @@ class HeldEvents:
         self._open = writer._get_file_writer
         self._step, self._settled = 0, -1
         self._files: list[_HeldFile] = []
+        self._outage = Outage()
         self._main = self._hold(self._open())
         writer._get_file_writer = self._get_file_writer
         self._get_file_writer()
@@ -105,7 +106,7 @@ class HeldEvents:
     def _hold(self, file_writer: Any) -> _HeldFile:
         if isinstance(file_writer.event_writer, _HeldFile):
             return file_writer.event_writer
-        file = _HeldFile(file_writer, self._writer)
+        file = _HeldFile(file_writer, self._writer, self._outage)
         file.begin(self._step)
         if self._settled >= 0:
             file.settle(self._settled)
@@ -130,14 +131,14 @@ class _Files(dict[str, Any]):
 class _HeldFile(HeldLog[Any]):
     """Stands between a ``FileWriter`` of torch and TensorBoard's ``EventFileWriter``, whose methods it has."""
 
-    def __init__(self, file_writer: Any, writer: Any) -> None:
+    def __init__(self, file_writer: Any, writer: Any, outage: Outage) -> None:
         self._file_writer = file_writer
         self._events = file_writer.event_writer
         self._options = (writer.max_queue, writer.flush_secs, writer.filename_suffix)
         self._broken = self.closed = False
         self._recoveries: dict[int, int] = {}
         earlier = [path for path in event_files.files(self.get_logdir()) if str(path) != self._path()]
-        super().__init__(functools.partial(event_files.history, earlier) if earlier else None)
+        super().__init__(functools.partial(event_files.history, earlier) if earlier else None, outage)
         self._add_event = file_writer.add_event
         file_writer.add_event = self._add_event_with_step
         file_writer.event_writer = self
@@ -229,14 +230,13 @@ class _HeldFile(HeldLog[Any]):
             self._events.flush()  # the error need not be that of the queue's thread
         if path is None:
             return 0
-        count, end = 0, start
+        ends = []
         try:
-            for end, _ in event_files.records(path, start):
-                count += 1
-            os.truncate(path, end)
+            ends = [end for end, _ in event_files.records(path, start)]
+            os.truncate(path, ends[-1] if ends else start)
         except OSError as error:
             logger.debug("%s: %s", path, error)
-        return count
+        return len(ends)
 
     def _replace(self) -> None:
         """TensorBoard's queue does not come back after an error: open a new file, once there is room for it. Raises

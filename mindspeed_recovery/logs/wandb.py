@@ -85,7 +85,9 @@ class HeldRun(HeldLog[Row]):
             return
         at = self._step if step is None else int(step)
         values = {name: _on_the_host(value) for name, value in data.items()}
-        self.hold(Row({_TIME: time.time(), **values}, None if step is None else at, commit), [(name, at) for name in data])
+        self.hold(
+            Row({_TIME: time.time(), **values}, None if step is None else at, commit), [(name, at) for name in data]
+        )
 
     def _send(self, row: Row, stays_open: bool) -> None:
         if row.step is None:

@@ -77,7 +77,9 @@ def _values(path: Path, run: Run, words: Sequence[bytes]) -> Iterator[tuple[floa
         from tensorboard.data_compat import migrate_event
         from tensorboard.util.tensor_util import make_ndarray
     except ImportError as error:
-        raise RecoveryError(f"the report reads event files with TensorBoard: pip install tensorboard ({error})") from None
+        raise RecoveryError(
+            f"the report reads event files with TensorBoard: pip install tensorboard ({error})"
+        ) from None
     for end, record in event_files.records(path):
         if not any(word in record for word in words):
             continue
@@ -166,7 +168,9 @@ def draw(runs: Sequence[Run], logdir: Path | str, file: Path | str) -> None:
     for axes in list(grid.flat)[len(panels) :]:
         axes.set_visible(False)
     count = sum(len(run.recoveries) for run in runs)
-    figure.suptitle(f"{count} {'recovery' if count == 1 else 'recoveries'} (dashed: exact, dotted: not exact)", fontsize=11)
+    figure.suptitle(
+        f"{count} {'recovery' if count == 1 else 'recoveries'} (dashed: exact, dotted: not exact)", fontsize=11
+    )
     if len(runs) > 1:
         figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(file, dpi=110)

@@ -82,6 +82,7 @@ def _run_rank(job: dict[str, Any], rank: int, listener: socket.socket) -> int:
         "iterations": iterations,
         "digest": hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest(),
         "log": training.log.points,
+        "recoveries": training.log.recoveries,
         "reports": reports,
         "calls": tft.calls,
         "rolled_back": run.rolled_back,
@@ -182,6 +183,10 @@ def _break(run: Any, rank: int, settings: dict[str, Any]) -> None:
                 raise SystemExit(3)
 
         handler._slots["clean"] = (clean, None)
+    if settings.get("dumb_log"):
+        from toy import training
+
+        training.log.recovered = {}.__getitem__
     if settings.get("broken_session"):
 
         def fail(*args: Any, **kwargs: Any) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from mindspeed_recovery import __version__, catalogue
 from mindspeed_recovery.errors import RecoveryError
-from mindspeed_recovery.tools import diagnose
+from mindspeed_recovery.tools import diagnose, report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verify.set_defaults(run=_verify)
 
     diagnose.add_command(commands)
+    report.add_command(commands)
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))

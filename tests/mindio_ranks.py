@@ -85,6 +85,7 @@ def _run_rank(loaded: Any, job: dict[str, Any], rank: int, listener: socket.sock
         "iterations": iterations,
         "digest": hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest(),
         "log": training.log.points,
+        "recoveries": training.log.recoveries,
         "reports": reports,
         "calls": tft.calls,
         "rolled_back": run.rolled_back,
@@ -192,6 +193,10 @@ def _break(run: Any, rank: int, settings: dict[str, Any]) -> None:
             run.session.copies.discard(since=0.0)
 
         run.session.clean = clean_and_lose
+    if settings.get("dumb_log"):
+        from toy import training
+
+        training.log.recovered = {}.__getitem__
     if settings.get("broken_session"):
 
         def fail(*args: Any, **kwargs: Any) -> None:

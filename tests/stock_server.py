@@ -73,6 +73,11 @@ def forget_the_device() -> None:
     megatron_loop.use_standalone = lambda *args, **kwargs: None
 
 
+def set_environment(**values: str) -> None:
+    """Variables of the rank's environment."""
+    os.environ |= values
+
+
 # ---- ranks ---------------------------------------------------------------------------------------------------------------
 
 

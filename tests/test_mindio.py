@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -156,6 +157,36 @@ def test_checkpoint_fallback(run: Run, undisturbed: Any) -> None:
     for rank in range(2):
         report = result.left(rank)["reports"][0]
         assert (report["step"], report["failures"]) == (2, [])
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("tracker-and-parameters", [("memory fault", [1], 2, 0)]),
+        ("link-in-the-other-rank", [("link fault", [0], 2, 0)]),
+        ("before-the-log-line", [("memory fault", [1], 3, 0)]),
+        ("twice", [("memory fault", [1], 2, 0), ("memory fault", [1], 2, 1)]),
+        ("update-then-forward", [("memory fault", [1], 3, 0), ("link fault", [1], 3, 1)]),
+    ],
+)
+def test_every_rank_knows_what_to_tell_of_a_recovery(run: Run, case: str, told: Any) -> None:
+    result = run(*CASES[case])
+    for rank in range(2):
+        recoveries = result.left(rank)["recoveries"]
+        assert [(r["cause"], r["ranks"], r["step"], r["retries"]) for r in recoveries] == told, result.tail()
+        for recovery in recoveries:
+            assert recovery["exact"]
+            phases = set(recovery["phases"])
+            assert phases - {"repair"} == {"stop", "clean", "rollback"}
+            assert recovery["milliseconds"] == pytest.approx(sum(recovery["phases"].values()))
+    lines = [re.findall(r"INFO:mindspeed_recovery:recovery \d+", result.log(rank)) for rank in range(2)]
+    assert [len(found) for found in lines] == [len(told), 0], "one line for the job"
+
+
+def test_a_log_that_cannot_tell_of_a_recovery_does_not_end_it(run: Run, undisturbed: Any) -> None:
+    result = run(*CASES["link"], dumb_log=True)
+    assert result.outcome() == undisturbed
+    assert result.log(1).count("the log does not tell of recovery 1: TypeError") == 1
 
 
 def test_no_replica_and_no_checkpoint_ends_the_job(run: Run) -> None:

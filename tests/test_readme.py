@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 import torch
 from clusters import ROOT
 
+from mindspeed_recovery.core.report import Report
+from mindspeed_recovery.logs import sinks
 from mindspeed_recovery.testing.simulator import UnsafeMemory
 
 pytestmark = pytest.mark.timeout(60)
@@ -20,9 +23,9 @@ pytestmark = pytest.mark.timeout(60)
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def example(language: str) -> str:
-    """The example of "Declare your own state" in one language."""
-    section = re.search(r"^## Declare your own state$(.*?)^## ", README, re.MULTILINE | re.DOTALL)
+def example(language: str, title: str = "Declare your own state") -> str:
+    """The example of a section in one language."""
+    section = re.search(rf"^## {title}$(.*?)^## ", README, re.MULTILINE | re.DOTALL)
     assert section
     blocks = re.findall(rf"^```{language}$\n(.*?)^```$", section[1], re.MULTILINE | re.DOTALL)
     assert len(blocks) == 1
@@ -110,3 +113,29 @@ def test_own_state_of_each_policy_is_recovered(
     assert package.masks.position_mask(2).tolist() == [[1, 0], [1, 1]]
     del mask
     assert memory.unsafe_count() == 0
+
+
+def test_log_of_ones_own_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sinks, "_makers", [])
+    names: dict[str, Any] = {}
+    exec(example("python", "Logs, and what happened"), names)
+    found = sinks.find(None, None)
+    assert found is not None
+    for step in (1, 2, 3):
+        found.settle(step - 1)
+        found.begin(step)
+        names["lines"].log(step, loss=step / 2)
+    found.rollback(2)
+    names["lines"].log(2, loss=-1.0, late=1.0)
+    found.recovered(Report(1, step=2))
+    found.begin(3)
+    names["lines"].log(3, loss=9.0)
+    found.uninstall()
+    lines = [json.loads(line) for line in Path("log.jsonl").read_text().splitlines()]
+    assert lines == [
+        {"step": 1, "loss": 0.5},
+        {"step": 2, "loss": 1.0},
+        {"step": 2, "late": 1.0},
+        {"step": 3, "loss": 9.0},
+    ]

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 from clusters import Run, StockCluster
 from equal import ON, assert_equal, console, faults
+from wandb_runs import Offline
 
 from mindspeed_recovery.frameworks import megatron_job, megatron_loop
 from mindspeed_recovery.frameworks.megatron_reentry import RecordedData, RecordedIterator
+from mindspeed_recovery.testing.compare import scalars
+from mindspeed_recovery.tools import report as report_tool
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -79,6 +82,54 @@ def test_interrupted_decision_to_exit_is_made_up_for(stock):
     assert run.ended_well, run.tail()
     assert "exiting program at iteration 4" in run.log(0)
     assert not any("iteration        5/" in line for line in console(run))
+
+
+def test_recovery_is_told_where_people_look(stock):
+    run = check(stock, "overlap", "uce@rank=1,step=4,at=backward", "uce@rank=1,step=4,at=backward")
+    told = {key: bits for key, bits in scalars(run.folder / "tb").items() if key[0].startswith("recovery/")}
+    assert told["recovery/marker", 3] == told["recovery/retry-1/marker", 3] == [0x3F800000]
+    assert all(len(bits) == 1 for bits in told.values()), "each of them once"
+    [recovered] = report_tool.read(run.folder / "tb")
+    assert [(r["step"], r["cause"], r["ranks"], r["retries"], r["exact"]) for r in recovered.recoveries] == [
+        (3, "memory fault", [1], 0, True),
+        (3, "memory fault", [1], 1, True),
+    ]
+    for recovery in recovered.recoveries:
+        assert recovery["bytes"] > 1000
+        assert recovery["states"]["restored"] > 0
+        assert list(recovery["phases"]) == ["stop", "clean", "repair", "rollback"]
+    lines = [line for line in run.log(0).splitlines() if line.startswith("INFO:mindspeed_recovery:")]
+    assert [re.sub(r" after.*", "", line) for line in lines] == [
+        "INFO:mindspeed_recovery:recovery 1",
+        "INFO:mindspeed_recovery:recovery 2",
+    ]
+    assert "INFO:mindspeed_recovery" not in run.log(1)
+
+
+def test_run_without_the_flag_knows_nothing_of_recoveries(stock):
+    points = scalars(stock.baseline("overlap").folder / "tb")
+    assert not [tag for tag, _ in points if tag.startswith("recovery/")]
+
+
+def test_wandb_has_the_rows_of_the_undisturbed_run(stock, tmp_path):
+    pytest.importorskip("wandb", reason="pip install wandb")
+
+    def rows(name: str, *options: str) -> list[dict[str, Any]]:
+        naming = ("--wandb-project", "test", "--wandb-exp-name", name, "--wandb-save-dir", str(tmp_path))
+        environment = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_RUN_ID": name, "WANDB_CONSOLE": "off"}
+        run = stock.run("overlap", *naming, *options, prepare="stock_server:set_environment", **environment)
+        assert run.ended_well, run.tail()
+        times = ("_timestamp", "_runtime", "iteration-time", "throughput")
+        return [
+            {key: value for key, value in row.items() if key not in times and not key.startswith("recovery/")}
+            for row in Offline(tmp_path).rows(name)
+        ]
+
+    undisturbed = rows("undisturbed")
+    assert [row["_step"] for row in undisturbed] == [1, 2, 3, 4, 5, 6]
+    recovered = rows("recovered", ON, *faults("uce@rank=1,step=3,at=log", "uce@rank=0,step=5,at=backward"))
+    assert recovered == undisturbed
+    assert all("lm loss" in row and "load_balancing_loss" in row for row in recovered)
 
 
 def test_flag_without_a_runtime_is_one_warning_and_changes_nothing(stock):

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -442,6 +442,8 @@ class Session:
                         self._put_copy_back(state, kept, outcome)
                     report.unsafe += self._unsafe(state)
         self.reports.append(report)
+        for outcome in report.outcomes.values():
+            logger.debug("recovery %d: %s", report.number, outcome)
         for state in self.registry:
             state.unprotected = None  # whatever a step of before could not copy may be well again
         self._digests_due = True
@@ -471,6 +473,8 @@ class Session:
 
     def _restore(self, state: TrackedState, step: int, replay: bool, outcome: Outcome) -> None:
         spec = state.spec
+        with suppress(Exception):  # only told; what is wrong with the state shows below
+            outcome.nbytes = self.registry.describe(state)["bytes"]
         if spec.policy is Policy.RESET:
             if replay and spec.replay:
                 self._restore_sums(state, step, outcome)
@@ -536,6 +540,7 @@ class Session:
                 outcome.action = "begun anew"
 
     def _put_copy_back(self, state: TrackedState, copy: StateCopy, outcome: Outcome) -> None:
+        outcome.nbytes = max(outcome.nbytes, copy.nbytes)  # generators hold no tensor
         pairs, new = pair_up(state.places(), copy.captures)
         restoring = Restoring()
         for place, capture in pairs:

@@ -32,7 +32,7 @@ from mindspeed_recovery.frameworks import megatron
 from mindspeed_recovery.frameworks.megatron import MegatronJob, before_first_write
 from mindspeed_recovery.frameworks.megatron_drill import Rehearsal
 from mindspeed_recovery.frameworks.megatron_reentry import RecordedData, Reentry, known
-from mindspeed_recovery.logs.tensorboard import HeldEvents
+from mindspeed_recovery.logs import sinks
 from mindspeed_recovery.runtimes import mindio
 from mindspeed_recovery.runtimes import standalone as standalone_runtime
 from mindspeed_recovery.runtimes.standalone import StandaloneRuntime
@@ -77,9 +77,8 @@ class Loop:
         self._enabled = False
         self._undo: list[Callable[[], None]] = []
         self._session = self._start_session(standalone)
-        writer = self._training.get_tensorboard_writer()
-        self.sink = HeldEvents(writer) if writer is not None else None
-        self._writer = writer
+        self._writer = self._training.get_tensorboard_writer()
+        self.sink = sinks.find(self._writer, getattr(self._training, "get_wandb_writer", lambda: None)())
         self._reentry = Reentry(self._training, arguments["model"], arguments["optimizer"], arguments["config"])
         self._data: dict[str, RecordedData] = {}
         self._rehearsal: Rehearsal | None = None
@@ -191,6 +190,7 @@ class Loop:
             data.release()
         if self.sink is not None:
             self.sink.uninstall()
+        if self._writer is not None:
             self._writer.flush()  # as train() has just done
         if self._enabled:
             self._enabled = False

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_recovery.core import memory
+from mindspeed_recovery.core.report import Report
 from mindspeed_recovery.core.session import Session
 from mindspeed_recovery.errors import FORCE_STOP, RecoveryFailed
 from mindspeed_recovery.runtimes import restartable_gloo
@@ -35,6 +36,8 @@ logger = logging.getLogger("mindspeed_recovery")
 
 FAULTS = {"UCE ERROR": "uce", "HCCL OP RETRY FAILED": "link"}
 """Error texts that begin a recovery, and the kind of fault each stands for."""
+
+_CAUSES = {"uce": "memory", "link": "link"}
 
 _POLL_SECONDS = 0.002
 
@@ -77,11 +80,13 @@ class Recoverable(Protocol):
 
 
 class LogSink(Protocol):
-    """Where the log line goes. Told which training step it writes, and which steps are settled or rolled back."""
+    """Where the log line goes. Told which training step it writes, which steps are settled or rolled back, and at the end of
+    each recovery what it did. `logs.held.HeldLog` is one to build on."""
 
     def begin(self, step: int) -> None: ...
     def settle(self, step: int) -> None: ...
     def rollback(self, step: int) -> None: ...
+    def recovered(self, report: Report) -> None: ...
 
 
 class _ModelCopy:
@@ -162,6 +167,7 @@ class StandaloneRuntime:
         self._window = threading.Condition()
         self._updating = self._stopping = False
         self._kind = ""
+        self._kinds: dict[int, str] = {}
         self._left, self._resume, self._closed = threading.Event(), threading.Event(), threading.Event()
         self._failure: BaseException | None = None
         self.recoveries: list[dict[str, float]] = []
@@ -253,7 +259,7 @@ class StandaloneRuntime:
             raise error
         if kind is not None:
             self._kind = kind
-            logger.info("rank %d: %s fault after step %d: %s", self._rank, kind, self._done, error)
+            logger.debug("rank %d: %s fault after step %d: %s", self._rank, kind, self._done, error)
             self._store.set(self._key(f"done/{self._rank}"), str(self._done))
             self._store.add(self._key("fault"), 1)
         elif not (str(error).startswith(FORCE_STOP) and self._stopping):
@@ -332,13 +338,26 @@ class StandaloneRuntime:
         self._rollback(copy, step, replay)
         self._barrier("rolled-back")
         lap("rollback")
-        self.recoveries.append(milliseconds)
-        logger.info("rank %d: back at step %d; %s", self._rank, step, milliseconds)
+        self._tell(step, milliseconds)
         self._epoch += 1
         self._kind = ""
         self._left.clear()
         self._stopping = False
         self._resume.set()
+
+    def _tell(self, step: int, milliseconds: dict[str, float]) -> None:
+        """What happened, where people look: one line for the job, and the log."""
+        self.recoveries.append(milliseconds)
+        level = logging.INFO if self._rank == 0 else logging.DEBUG
+        if self._session is None:
+            logger.log(level, "rank %d: back at step %d; %s", self._rank, step, milliseconds)
+            return
+        report = self._session.reports[-1]
+        report.cause = " and ".join(f"{_CAUSES[kind]} fault" for kind in sorted(set(self._kinds.values())))
+        report.ranks, report.retries, report.phases = sorted(self._kinds), self._retries[step] - 1, milliseconds
+        logger.log(level, "%s", report.summary())
+        if self._sink is not None:
+            self._sink.recovered(report)
 
     def _stop(self) -> None:
         with self._window:
@@ -394,6 +413,7 @@ class StandaloneRuntime:
         self._retries[step] = self._retries.get(step, 0) + 1
         if self._retries[step] > self._max_retries:
             raise RecoveryFailed(f"step {step + 1} failed {self._retries[step]} times; giving up")
+        self._kinds = {number: rank["kind"] for number, rank in enumerate(ranks) if rank["kind"]}
         names = {name for rank in ranks for name in rank["marks"]}
         self._marks = {name: min(min(rank["marks"].get(name, self._first) for rank in ranks), step) for name in names}
         return step, self._marks["log"] < step, self._kind == "uce"

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mindspeed_recovery.core.report import TAGS
+
 Key = tuple[str, int]
 """A point of a curve: tag and step."""
 
@@ -91,10 +93,11 @@ def value_of(bits: int) -> float:
     return struct.unpack("<f", struct.pack("<I", bits))[0]
 
 
-def compare_scalars(a: Path | str, b: Path | str, ignore: tuple[str, ...] = ("recovery/",)) -> Comparison:
+def compare_scalars(a: Path | str, b: Path | str, ignore: tuple[str, ...] = (TAGS,)) -> Comparison:
     """Compare two log folders: every (tag, step) must have the same values, written equally often.
 
-    ``ignore``: beginnings of tags that are left out, since a run without a fault has nothing to write there.
+    ``ignore``: beginnings of tags that are left out. Tags below ``recovery/`` are about the recoveries themselves, and a run
+    without a fault has none: by default they are no part of what must be equal.
     Raises what `scalars` raises.
     """
     left, right = scalars(a), scalars(b)

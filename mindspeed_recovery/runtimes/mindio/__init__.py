@@ -92,7 +92,8 @@ def install(
         timeout=timeout,
         copy_before_update=copy_before_update,
     )
-    undos = [chain(decorator.save_handler, f"execute_{phase}", getattr(recovery, phase)) for phase in PHASES]
+    around = {phase: recovery.account.timed(phase, getattr(recovery, phase)) for phase in PHASES}
+    undos = [chain(decorator.save_handler, f"execute_{phase}", around[phase]) for phase in PHASES]
     undos += [watch(decorator, recovery.before_window, recovery.window), recovery.net.install()]
 
     def undo() -> None:

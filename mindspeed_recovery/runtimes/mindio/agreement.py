@@ -36,6 +36,8 @@ class Agreement:
         self._place = place
         self._joined: Any = None
         self._last = ("", 0)
+        self.notes: list[str] = []
+        """What ranks had to say with the last vote that was complete."""
 
     def announce(self) -> None:
         """Say once, in each store that the job comes to have, that this rank takes part in votes."""
@@ -75,11 +77,13 @@ class Agreement:
             words[rank] = None if word == _VOID else word
         return words
 
-    def vote(self, recovery: str, votes: Mapping[str, bool]) -> dict[str, int] | None:
+    def vote(self, recovery: str, votes: Mapping[str, bool], note: str = "") -> dict[str, int] | None:
         """How many ranks said yes to each question; None, alike on every rank that votes, if not all of them did in time.
 
-        ``recovery`` names the recovery, alike on all ranks. The questions are the same on every rank.
+        ``recovery`` names the recovery, alike on all ranks. The questions are the same on every rank. ``note``: something
+        that this rank has to say; every rank finds it in `notes`. Few ranks should have one.
         """
+        self.notes = [note] if note else []
         place = self._place()
         if place is None:
             return {name: int(vote) for name, vote in votes.items()}
@@ -92,6 +96,8 @@ class Agreement:
         for name, vote in votes.items():
             if vote:
                 store.add(f"{prefix}/{name}", 1)
+        if note:
+            store.set(f"{prefix}/note/{store.add(f'{prefix}/notes', 1)}", note)
         voters = store.add(f"{prefix}/voters", 1)
         if voters > size:  # a process that was started again does not know how often its rank has voted
             logger.warning("the ranks have lost count of their votes in recovery %s: no vote is taken", recovery)
@@ -106,6 +112,8 @@ class Agreement:
                 self._timeout,
             )
             return None
+        notes = range(1, store.add(f"{prefix}/notes", 0) + 1)
+        self.notes = sorted(store.get(f"{prefix}/note/{number}").decode() for number in notes)
         return {name: store.add(f"{prefix}/{name}", 0) for name in votes}
 
     @staticmethod

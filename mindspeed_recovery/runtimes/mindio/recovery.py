@@ -31,6 +31,7 @@ from mindspeed_recovery.core.session import Session
 from mindspeed_recovery.errors import RecoveryFailed
 from mindspeed_recovery.runtimes.mindio import layout as layouts
 from mindspeed_recovery.runtimes.mindio import losses
+from mindspeed_recovery.runtimes.mindio.account import Account
 from mindspeed_recovery.runtimes.mindio.agreement import Agreement
 from mindspeed_recovery.runtimes.mindio.chain import NOTHING_TO_REBUILD, OK, code
 from mindspeed_recovery.runtimes.mindio.layout import Layout, MindioLayoutError, MindioUnsupported
@@ -76,6 +77,7 @@ class Recovery:
         self._copy_before_update = copy_before_update
         self.window = UpdateWindow()
         self.agreement = Agreement(timeout)
+        self.account = Account(decorator, sink)
         self.net = UnsafeNet(decorator, self._active_session, self._iteration, self._model, max_retries)
         self._layout: Layout | None = None
         self._aside = False
@@ -83,6 +85,7 @@ class Recovery:
         self._stopped = False
         self._logged: int | None = None
         self._plan: RepairPlan | None = None
+        self._notes: list[str] = []
         self._warned: set[str] = set()
 
     # ---- training thread -------------------------------------------------------------------------------------------
@@ -149,7 +152,7 @@ class Recovery:
             return result
         if result == NOTHING_TO_REBUILD and self.window.is_open:
             # TFT would leave this rank out of its repair, whatever its step: half its parameters may be updated.
-            logger.info(
+            logger.debug(
                 "stopped inside the optimizer's update: this rank asks for a repair, though its memory is whole"
             )
             result = OK
@@ -193,7 +196,7 @@ class Recovery:
         loaded = adaptor.checkpoint_loaded() or (self._plan is not None and self._plan.loads_checkpoint)
         step = arguments.iteration if loaded else tft_step
         losses.drop_unsafe(adaptor.log_values(), session.memory.is_unsafe)
-        replay = False
+        replay, self._notes = False, [self.account.note] if self.account.note else []
         duties = self._duties()
         owed: Mapping[str, bool] | None = {} if loaded else None  # a checkpoint is saved when all else is done
         if not loaded:
@@ -218,7 +221,7 @@ class Recovery:
         self._stopped, self._copied, self._plan, self._logged = False, None, None, None
         if result == OK:
             self.window.rolled_back(step, tft_step)
-            self._harmless("after rollback", lambda: logger.info("%s", session.after_rollback().summary()))
+            self._harmless("after rollback", lambda: self.account.close(session.after_rollback(), self._notes))
         return result
 
     def save(self, original: Original) -> Any:
@@ -261,7 +264,8 @@ class Recovery:
         votes |= {f"{_UNFINISHED}{name}": value for name, value in unfinished.items()}
         counts = None
         try:
-            counts = self.agreement.vote(self._recovery(), votes)
+            counts = self.agreement.vote(self._recovery(), votes, self.account.note)
+            self._notes = self.agreement.notes
         except Exception as error:
             logger.warning("the vote on the log line of step %d failed: %s", step, error)
         if lost or (counts is not None and counts["lost"]):

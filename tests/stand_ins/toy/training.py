@@ -40,6 +40,7 @@ class Log:
             with open(path) as file:
                 self.points = [json.loads(line) for line in file]
         self.twice = 0
+        self.recoveries = []
 
     def add(self, step, name, value):
         if any(point[:2] == [step, name] for point in self.points):
@@ -58,6 +59,9 @@ class Log:
 
     def rollback(self, step):
         self.points = [point for point in self.points if point[0] <= step]
+
+    def recovered(self, report):
+        self.recoveries.append(report.as_dict())
 
 
 class Model:

@@ -6,6 +6,7 @@ The tests stand in for what a session sends after a repair (`mindio_agent.Exchan
 
 from __future__ import annotations
 
+import sys
 import threading
 import types
 from collections.abc import Callable
@@ -397,7 +398,12 @@ def test_states_are_adopted_before_a_restarted_process_waits_for_its_repair(
     make_module("megatron.training.training", get_args=lambda: arguments, train=train)
     adaptor = make_module("mindspeed_llm.core.high_availability", tft_train=tft_train)
     monkeypatch.setattr(megatron_loop, "_loop", None)
+    monkeypatch.setattr(megatron_loop, "_loops", {})
     monkeypatch.setattr(megatron_loop, "_begin", lambda train, arguments: begun.append(dict(arguments)))
+    train.__module__ = "megatron.training.training"
+    wrapped = megatron_loop.recovery_train_wrapper(train)
+    # Somebody has put a wrapper around ours that tells no parameters.
+    sys.modules["megatron.training.training"].train = lambda *args: wrapped(*args)  # type: ignore[attr-defined]
     leave = megatron_loop.follow_adaptor()
     try:
         assert megatron_loop.follow_adaptor() is leave

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import types
 from contextlib import nullcontext
 from typing import Any
 
@@ -266,10 +267,10 @@ def foreign(rolled_back):
 
 def test_what_is_owed_after_a_step_is_what_any_rank_had_not_done(foreign, rolled_back):
     foreign.mark("end", 2)
-    assert foreign.unfinished(2) == {"eval": False, "end": False}
-    assert foreign.unfinished(3) == {"eval": True, "end": True}
+    assert foreign.unfinished(2) == {"eval": False, "end": False, "save": False}
+    assert foreign.unfinished(3) == {"eval": True, "end": True, "save": False}
     foreign.mark("eval", 3)
-    assert foreign.unfinished(3) == {"eval": False, "end": True}
+    assert foreign.unfinished(3) == {"eval": False, "end": True, "save": False}
     foreign.rolled_back(3, {"eval": True, "end": True}, False)
     assert (foreign.marked("eval"), foreign.marked("end")) == (2, 2)
     assert rolled_back == [(3, [])]
@@ -283,7 +284,14 @@ def test_without_an_agreement_nothing_is_made_up_for_and_that_is_told(foreign, r
 
 def test_loop_that_goes_its_own_way_owes_nothing():
     foreign = megatron_job._Foreign(None, None, lambda *_: None, lambda *_: None, {}, 0)
-    assert foreign.unfinished(3) == {"eval": False, "end": False}
+    assert foreign.unfinished(3) == {"eval": False, "end": False, "save": False}
+
+
+def test_what_a_loop_does_unnoticed_is_not_owed(foreign):
+    foreign._session = types.SimpleNamespace(begin_step=lambda step: None)
+    foreign.mark("end", 3)
+    foreign.begin_step(4)  # the evaluation was due after step 3, and nobody has called the wrapper
+    assert foreign.unfinished(6) == {"eval": False, "end": True, "save": False}
 
 
 @pytest.mark.parametrize("name", megatron_loop.wrappers())

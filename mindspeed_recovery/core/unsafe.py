@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mindspeed_recovery.core.memory import DeviceMemory
 from mindspeed_recovery.core.registry import Registry
 from mindspeed_recovery.core.unsafe_note import PREFIX, UnsafeNote
-from mindspeed_recovery.errors import QuarantineError, is_unsafe_data
+from mindspeed_recovery.errors import LocationError, QuarantineError, is_unsafe_data
 
 logger = logging.getLogger("mindspeed_recovery")
 
@@ -34,14 +34,14 @@ def key(tensor: Tensor) -> int:
 
 
 def in_states(registry: Registry, memory: DeviceMemory) -> Notes:
-    """The unsafe tensors of tracked states. A container in quarantine is passed over."""
+    """The unsafe tensors of tracked states. A container in quarantine is passed over, as is a state that is not there."""
     notes: Notes = {}
     for state in registry:
         try:
             for path, tensor in state.tensors():
                 if memory.is_unsafe(tensor):
                     notes.setdefault(key(tensor), _note(state.name, path, tensor))
-        except QuarantineError:
+        except (QuarantineError, LocationError):
             continue
     return notes
 

@@ -359,13 +359,12 @@ class Loop:
             )
 
     def _chores(self, train: Wrapped) -> dict[str, Callable[[int], bool]]:
-        """What ``train()`` does after the log line of a step, and whether it is due; only what it calls by a name that was
-        wrapped here, so that it is known when it has been done."""
-        loop = inspect.unwrap(train)
+        """What ``train()`` does after the log line of a step, and whether it is due; only what it calls by name, where our
+        wrapper tells that it has been done."""
+        code = getattr(inspect.unwrap(train), "__code__", None)
 
         def follows(name: str) -> bool:
-            called = name in getattr(getattr(loop, "__code__", None), "co_names", ())
-            return called and hasattr(getattr(loop, "__globals__", {}).get(name), "_recovery_wrapper")
+            return name in getattr(code, "co_names", ())
 
         chores: dict[str, Callable[[int], bool]] = {}
         if follows("evaluate_and_print_results"):
@@ -495,11 +494,14 @@ class _Foreign:
         """``rolled_back(step, left_out)``: a recovery goes back, and nobody makes up for what this rank had still to do;
         ``chores``: what is done after a step, by name, and whether it is due; ``step``: the last one done."""
         self._session, self._sink, self._write_log = session, sink, write_log
-        self._rolled_back, self._chores = rolled_back, chores
+        self._rolled_back, self._chores = rolled_back, dict(chores)
         self._marks: dict[str, int] = dict.fromkeys(("eval", "end", "save"), step)
         self._line: Any = None
 
     def begin_step(self, step: int) -> None:
+        for what in [what for what, unfinished in self.unfinished(step - 1).items() if unfinished]:
+            logger.debug("'%s' after step %d was not noticed: the loop does it in another way", what, step - 1)
+            del self._chores[what]
         if self._sink is not None:
             self._sink.settle(step - 1)
             self._sink.begin(step)

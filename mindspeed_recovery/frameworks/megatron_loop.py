@@ -49,6 +49,8 @@ class Standalone(NamedTuple):
 
 
 _standalone: Standalone | None = None
+_loops: dict[str, Wrapped] = {}
+"""The ``train()`` functions that were wrapped, by module, as they were: others may have put wrappers around ours."""
 _loop: Loop | None = None
 _entered = False
 _recoveries: list[dict[str, float]] = []
@@ -111,6 +113,7 @@ def uninstall() -> None:
     """The inverse of `install_when_loaded`."""
     global _installed
     _installed = False
+    _loops.clear()
     module = sys.modules.get(_TRAINING)
     for name in _FACTORIES if module is not None else ():
         function = getattr(module, name, None)
@@ -180,6 +183,9 @@ def _around(function: Wrapped, around: Callable[..., Any]) -> Wrapped:
 
 
 def recovery_train_wrapper(train: Wrapped) -> Wrapped:
+    if not getattr(train, "_recovery_wrapper", False):
+        _loops[train.__module__] = train
+
     def run(train: Wrapped, *args: Any, **kwargs: Any) -> Any:
         global _loop, _entered
         if not getattr(sys.modules[_TRAINING].get_args(), "enable_recovery_safe_globals", False):
@@ -197,7 +203,7 @@ def recovery_entry_wrapper(tft_train: Wrapped) -> Wrapped:
         global _loop
         training = sys.modules[_TRAINING]
         if _loop is None and getattr(training.get_args(), "enable_recovery_safe_globals", False):
-            train = getattr(sys.modules.get(_OWN_LOOP), "train", training.train)
+            train = _loops.get(_OWN_LOOP) or _loops.get(_TRAINING) or training.train
             _loop = _begin(train, inspect.signature(train).bind_partial(*args, **kwargs).arguments)
         return tft_train(*args, **kwargs)
 

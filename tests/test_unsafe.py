@@ -227,7 +227,8 @@ def test_the_standalone_runtime_lets_the_session_explain_an_error(memory):
 
 def test_the_stock_loop_lets_the_session_explain_what_mindio_is_about_to_catch():
     listener = Listener()
-    loop = SimpleNamespace(_runtime=None, _session=listener, _enter=lambda train, arguments: train())
+    loop = SimpleNamespace(_runtime=None, _session=listener, _arguments={}, _enter=lambda train, arguments: train())
+    arguments = SimpleNamespace(arguments={"opt_param_scheduler": None})
     with pytest.raises(RuntimeError, match="unsafe data") as caught:
-        Loop.run(loop, failing, None)  # type: ignore[arg-type]
+        Loop.run(loop, failing, arguments)  # type: ignore[arg-type]
     assert listener.explained == [caught.value]

@@ -171,10 +171,20 @@ def _session(memory: Any, settings: dict[str, Any]) -> Any:
 
 
 def _break(run: Any, rank: int, settings: dict[str, Any]) -> None:
-    """What a test wants to go wrong on rank 1."""
+    """What a test wants to go wrong, on rank 1 unless it says so."""
+    handler = sys.modules["mindio_ttp.framework_ttp.ttp_decorator"].save_handler
+    if rank in settings.get("loses_sums", ()):
+        from toy import parallel_state
+
+        roll_back, context = handler._slots["rollback"]
+
+        def roll_back_and_clear(*args: Any) -> None:
+            roll_back(*args)
+            parallel_state._MOE_LAYER_WISE_LOGGING_TRACKER.clear()
+
+        handler._slots["rollback"] = (roll_back_and_clear, context)
     if rank != 1:
         return
-    handler = sys.modules["mindio_ttp.framework_ttp.ttp_decorator"].save_handler
     result = settings.get("clean")
     if result is not None:
 

@@ -540,6 +540,21 @@ def test_lost_step_is_told_from_a_rank_that_lags() -> None:
     assert window.loses_a_step(5, repaired=True)
 
 
+# ---- trackers that differ between the ranks ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ranks", "told"), [([1], True), ([0, 1], False), ([], False)])
+def test_sums_that_some_ranks_lose_in_the_rollback_are_told_before_they_are_reduced(
+    run: Run, ranks: list[int], told: bool
+) -> None:
+    result = run(*CASES["tracker-and-parameters"], loses_sums=ranks)
+    text = "1 of 2 ranks lost sums of the log line in the rollback"
+    for rank in range(2):
+        assert (text in result.log(rank)) == told, result.tail()
+    assert ("(this rank lost toy.parallel_state:_MOE_LAYER_WISE_LOGGING_TRACKER" in result.log(1)) == told
+    assert ("(this rank has all of them)" in result.log(0)) == told
+
+
 # ---- states that come from a replica -------------------------------------------------------------------------------
 
 

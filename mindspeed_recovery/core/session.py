@@ -419,6 +419,13 @@ class Session:
             self.copies.kept.enqueued()
             self.copies.kept.settle()
 
+    def sum_layout(self) -> dict[str, str]:
+        """Where the sums that a log line reduces over the ranks are, each with its shape and dtype. Ranks whose trackers differ
+        in this meet in collectives of different numbers or sizes."""
+        with self._quiet():
+            states = [state for state in self._protected() if state.spec.replay]
+            return {path: f"{tuple(t.shape)} {t.dtype}" for state in states for path, t in state.tensors()}
+
     def report_missing(self, what: str) -> None:
         """Between *stop* and `after_rollback`: something besides the states is not as in a run without the fault."""
         self._report.missing.append(what)

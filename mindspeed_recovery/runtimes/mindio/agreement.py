@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -35,7 +36,7 @@ class Agreement:
         self._timeout = timeout
         self._place = place
         self._joined: Any = None
-        self._last = ("", 0)
+        self._taken: Counter[str] = Counter()
         self.notes: list[str] = []
         """What ranks had to say with the last vote that was complete."""
 
@@ -91,8 +92,8 @@ class Agreement:
         if self._join(place) and store.add(f"{_PREFIX}/present", 0) < size:
             logger.warning("not every rank runs the plugin: no vote is taken, each rank decides for itself")
             return None
-        self._last = (recovery, self._last[1] + 1 if self._last[0] == recovery else 0)
-        prefix = f"{_PREFIX}/vote/{recovery}/{self._last[1]}"
+        prefix = f"{_PREFIX}/vote/{recovery}/{self._taken[recovery]}"
+        self._taken[recovery] += 1
         for name, vote in votes.items():
             if vote:
                 store.add(f"{prefix}/{name}", 1)

@@ -215,10 +215,14 @@ class Recovery:
             self._harmless("evaluation and checkpoint", lambda: duties.rolled_back(step, owed, loaded))
         restore = functools.partial(session.before_rollback, step, replay=replay, from_checkpoint=loaded)
         self._harmless("before rollback", restore)
+        layout: dict[str, str] = {}
+        self._harmless("trackers", lambda: layout.update(session.sum_layout()))
         result = code(original(), "rollback")
         if before is not None:
             self._report_dead_names(adaptor.rollback.mpu, before)
         self._stopped, self._copied, self._plan, self._logged = False, None, None, None
+        if loaded or owed is not None:  # else the ranks cannot agree on anything
+            self._harmless("trackers", lambda: self._compare_trackers(session, layout))
         if result == OK:
             self.window.rolled_back(step, tft_step)
             self._harmless("after rollback", lambda: self.account.close(session.after_rollback(), self._notes))
@@ -291,6 +295,19 @@ class Recovery:
         elif arguments.iteration == step:
             arguments.iteration = step - 1
         return replay, {name: counts[f"{_UNFINISHED}{name}"] > 0 for name in unfinished}
+
+    def _compare_trackers(self, session: Session, before: dict[str, str]) -> None:
+        """The rollback of the adaptor may throw a tracker's sums away: on every rank it makes no difference, but if only some
+        ranks have lost them, the next reduction of the log line hangs or mixes them up."""
+        now = session.sum_layout()
+        lost = sorted(path for path, shape in before.items() if now.get(path) != shape)
+        counts = self.agreement.vote(f"{self._recovery()}/trackers", {"lost": bool(lost), "voted": True})
+        if counts is not None and 0 < counts["lost"] < counts["voted"]:
+            mine = f"this rank lost {', '.join(lost)}" if lost else "this rank has all of them"
+            session.report_missing(
+                f"{counts['lost']} of {counts['voted']} ranks lost sums of the log line in the rollback ({mine}): ranks that "
+                "differ in them hang or log wrong values when they reduce them. Let the rollback clear them on every rank"
+            )
 
     def _introduce(self, session: Session) -> bool:
         """Before the adaptor's repair, so that nobody waits for this rank after it. False: no states move here."""

@@ -52,6 +52,21 @@ def fail_after_the_metrics(rank: int, step: int) -> None:
     MTPLossLoggingHelper.clean_metrics_in_tracker = staticmethod(fail_or_clean)
 
 
+def tell_trackers() -> None:
+    """Print where the sums of the MoE metrics are, and their shapes, after each rollback."""
+    from mindspeed_recovery.core.session import Session
+
+    after_rollback = Session.after_rollback
+
+    def tell(session: Any) -> Any:
+        report = after_rollback(session)
+        metrics = {path: shape for path, shape in session.sum_layout().items() if "_MOE_METRICS_TRACKER" in path}
+        print(f"trackers: {sorted(metrics.items())}", flush=True)
+        return report
+
+    Session.after_rollback = tell  # type: ignore[method-assign]
+
+
 def leave_out(state: str) -> None:
     """The catalogue has no entry for ``state``."""
     from mindspeed_recovery import catalogue

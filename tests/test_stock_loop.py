@@ -58,6 +58,18 @@ def test_other_layouts(stock, layout, at):
     check(stock, layout, f"uce@rank=1,step=4,at={at}")
 
 
+@pytest.mark.parametrize(("mtp", "entries"), [(0, 14), (1, 15)])
+def test_stage_without_moe_holds_the_trackers_of_the_other(stock, mtp, entries):
+    """What the next log line reduces over the pipeline has the same keys and shapes on both stages."""
+    layers = ("--num-layers", "14", "--moe-layer-freq", "([0]*7+[1]*7)", "--mtp-num-layers", str(mtp))
+    run = stock.run("pp2", ON, *layers, *faults("uce@rank=1,step=4,at=backward"), prepare="stock_server:tell_trackers")
+    assert_equal(run, stock.baseline("pp2", *layers))
+    told = [re.findall(r"^trackers: (.*)$", run.log(rank), re.MULTILINE) for rank in (0, 1)]
+    assert told[0] == told[1]
+    assert len(told[0]) == 1
+    assert told[0][0].count(f"({entries},)") >= 2, "the load balancing and the z loss, by layer"
+
+
 @pytest.mark.parametrize("at", ["forward", "backward"])
 def test_second_fault_in_the_first_recomputed_step(stock, at):
     check(stock, "overlap", f"uce@rank=1,step=4,at={at}", f"uce@rank=1,step=4,at={at}")

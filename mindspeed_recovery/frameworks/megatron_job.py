@@ -417,6 +417,7 @@ class Loop:
             self._training.save_checkpoint_and_time,
             iteration=step,
             num_floating_point_operations_so_far=self._operations,
+            checkpointing_context=self._arguments.get("checkpointing_context"),  # MindSpeed-LLM's loop has none
         )
 
     def _end_iteration(self, step: int) -> bool:

@@ -7,6 +7,7 @@ value holds the options of `mindio_stock.use`.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import socket
@@ -65,6 +66,25 @@ def tell_trackers() -> None:
         return report
 
     Session.after_rollback = tell  # type: ignore[method-assign]
+
+
+COUNTS = {"batches": 0}
+"""A state of the job's own."""
+
+
+def count_batches() -> None:
+    """The job counts its batches in a global, and tells the count."""
+    import pretrain_gpt
+
+    forward_step = pretrain_gpt.forward_step
+
+    @functools.wraps(forward_step)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        COUNTS["batches"] += 1
+        print(f"batches: {COUNTS['batches']}", flush=True)
+        return forward_step(*args, **kwargs)
+
+    pretrain_gpt.forward_step = counted
 
 
 def leave_out(state: str) -> None:

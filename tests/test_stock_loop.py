@@ -90,6 +90,22 @@ def test_interrupted_checkpoint_is_made_up_for(stock, tmp_path):
     assert "successfully saved checkpoint from iteration       6" in run.log(0)
 
 
+def test_state_of_the_jobs_own_is_read_from_its_file(stock, tmp_path):
+    file = tmp_path / "my_states.toml"
+    file.write_text(
+        '[[state]]\nname = "my-batches"\nwhy = "counted twice"\npolicy = "snapshot"\nlocation = "stock_server:COUNTS"\n'
+    )
+
+    def batches(*options: str) -> int:
+        run = stock.run("overlap", *options, prepare="stock_server:count_batches")
+        assert run.ended_well, run.tail()
+        return max(map(int, re.findall(r"^batches: (\d+)$", run.log(1), re.MULTILINE)))
+
+    undisturbed, fault = batches(), faults("uce@rank=1,step=4,at=backward")
+    assert batches(ON, *fault, "--recovery-patches", str(file)) == undisturbed
+    assert batches(ON, *fault) > undisturbed
+
+
 def test_interrupted_decision_to_exit_is_made_up_for(stock):
     run = stock.run("overlap", ON, "--exit-interval", "4", *faults("uce@rank=0,step=4,at=log"))
     assert run.ended_well, run.tail()

@@ -103,6 +103,8 @@ def test_unsafe_tracker_is_zeros_in_the_same_tensors_and_the_same_dict(
     [
         (lambda: torch.ones(2), "zeros", [0, 0]),
         (lambda: torch.ones(2), "none", None),
+        (lambda: [torch.ones(2)], "none", None),
+        (lambda: [], "none", []),
         (lambda: [1, 2], "empty", []),
         (lambda: {"a": 1}, "empty", {}),
         (lambda: deque([1]), "empty", deque()),

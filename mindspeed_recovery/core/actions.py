@@ -28,6 +28,8 @@ def reset(place: Place, spec: StateSpec) -> None:
             _zero(tensor)
     elif spec.to == "empty":
         _clear(place, value)
+    elif spec.to == "none" and isinstance(value, _CLEARABLE) and not value:
+        return  # as it was made: it holds nothing
     else:
         place.set(None if spec.to == "none" else spec.to)
 

@@ -19,7 +19,7 @@ def while_copying(job: Any, slot: str, step: int, trust_torn: bool = False) -> N
         nonlocal count
         if taken.step == step:
             count += 1
-            if count == 12:
+            if count == 6:
                 job.memory.strike(job.memory.device_tensors())
                 if trust_torn:
                     for state in job._session.registry:

@@ -24,11 +24,11 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def example(language: str, title: str = "Declare your own state") -> str:
-    """The example of a section in one language."""
+    """The first example of a section in one language."""
     section = re.search(rf"^## {title}$(.*?)^## ", README, re.MULTILINE | re.DOTALL)
     assert section
     blocks = re.findall(rf"^```{language}$\n(.*?)^```$", section[1], re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 1
+    assert blocks
     return blocks[0]
 
 

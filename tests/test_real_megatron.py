@@ -180,7 +180,7 @@ def attributes():
         if name.split(".")[0] not in ("torch", "megatron", "tensorboard") or not isinstance(module, types.ModuleType):
             continue
         for key, value in list(vars(module).items()):
-            if key in ("__warningregistry__", "__builtins__"):
+            if key in ("__warningregistry__", "__builtins__", "_FakeScriptObject_cls"):  # the last: torch fills it late
                 continue
             found[name, key] = value
             if isinstance(value, type):

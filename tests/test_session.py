@@ -8,6 +8,7 @@ import logging
 import sys
 import threading
 import time
+import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -363,6 +364,26 @@ def test_copied_state_goes_back_to_either_step(
     memory.mark_unsafe([bias])
     report = recover(session, 1)
     assert (report.exact, report.outcomes["state"].source, bias.tolist()) == (True, "start(2)", [1, 1])
+
+
+def test_instances_are_found_in_a_repair_though_trackers_are_in_quarantine(
+    make_module: Callable[..., Any], start: Callable[..., Session]
+) -> None:
+    module = make_module(
+        "toy", "class Router:\n    def __init__(self, bias):\n        self.bias = bias", TRACKER={"aux": 1}
+    )
+    router = module.Router(torch.ones(2))
+    session = start(
+        spec("toy:TRACKER", "reset", "tracker", quarantine=True),
+        spec("toy:Router.bias", "replicate", "bias", on="instances"),
+        roots={"model": [router]},
+    )
+    session.begin_step(1)
+    session.stop()
+    session.clean()
+    session.after_repair(types.SimpleNamespace(step=0, rank=0, pairs=()), None)
+    session.before_rollback(0)
+    assert session.after_rollback().exact
 
 
 def test_state_on_instances_is_put_back_on_each(

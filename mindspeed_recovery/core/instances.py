@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mindspeed_recovery.core.container import is_quarantined
 from mindspeed_recovery.core.values import key_text
 
 _LEAVES = (
@@ -32,7 +33,8 @@ _LEAVES = (
 def find(roots: Mapping[str, Any], classes: Iterable[type]) -> dict[type, list[tuple[str, Any]]]:
     """For each class, its instances (subclasses too) reachable from ``roots``, and from globals of the class's package.
 
-    The walk is breadth-first over attributes, dicts, lists and tuples; it calls no code of the objects it meets. Cost is
+    The walk is breadth-first over attributes, dicts, lists and tuples; it calls no code of the objects it meets, and passes
+    over what is in quarantine. Cost is
     proportional to the size of the object graph, so it belongs at start-up and in a recovery, not in a step.
     """
     wanted = tuple(classes)
@@ -66,7 +68,7 @@ def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     queue = deque((name, value) for name, value in roots.items())
     while queue:
         path, value = queue.popleft()
-        if isinstance(value, _LEAVES) or id(value) in seen:
+        if is_quarantined(value) or isinstance(value, _LEAVES) or id(value) in seen:
             continue
         seen.add(id(value))
         yield path, value

@@ -11,7 +11,7 @@ from mindio_ttp.framework_ttp.ttp_decorator import tft_report_load_ckpt_step
 from . import framework
 
 load_ckpt = False
-REPAIR_GROUP = None
+REPAIR_GROUP = GLOO_REPAIR_GROUP = None
 
 
 def set_load_ckpt(status):
@@ -24,18 +24,22 @@ def get_load_ckpt():
 
 
 def build_repair_group(rank_list):
-    """Of the ranks in a repair; here the world does."""
-    global REPAIR_GROUP
-    REPAIR_GROUP = dist.group.WORLD
+    """Of the ranks in a repair, for the device and for the host; the world does for the first."""
+    global REPAIR_GROUP, GLOO_REPAIR_GROUP
+    REPAIR_GROUP = GLOO_REPAIR_GROUP = dist.group.WORLD
+    if dist.get_backend() != "gloo":
+        GLOO_REPAIR_GROUP = dist.new_group(rank_list, backend="gloo", use_local_synchronization=True)
 
 
 def get_repair_group(use_gloo=False):
-    return REPAIR_GROUP
+    return GLOO_REPAIR_GROUP if use_gloo else REPAIR_GROUP
 
 
 def destroy_repair_group():
-    global REPAIR_GROUP
-    REPAIR_GROUP = None
+    global REPAIR_GROUP, GLOO_REPAIR_GROUP
+    if GLOO_REPAIR_GROUP is not None and GLOO_REPAIR_GROUP is not REPAIR_GROUP:
+        dist.destroy_process_group(GLOO_REPAIR_GROUP)
+    REPAIR_GROUP = GLOO_REPAIR_GROUP = None
 
 
 class LogArgs:

@@ -253,6 +253,28 @@ def test_order_of_imports_does_not_matter(answers, order):
     assert len(answer["group"]) == 5
 
 
+def test_a_machine_without_tensorboard_trains_with_the_plugin():
+    """Its jobs have no writer: nothing of the plugin needs one."""
+    script = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "tensorboard":
+            raise ModuleNotFoundError(f"No module named '{name}'")
+sys.meta_path.insert(0, Missing())
+import mindspeed_recovery
+from mindspeed_recovery import cli  # every command is defined here
+from mindspeed_recovery.frameworks import megatron_job, megatron_loop
+from mindspeed_recovery.logs import sinks, tensorboard
+from mindspeed_recovery.runtimes import mindio, standalone
+session = mindspeed_recovery.enable()
+session.begin_step(1); session.before_update(1); session.stop(); session.clean(); session.before_rollback(0)
+assert session.after_rollback().exact
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
 def test_importing_the_package_imports_no_torch_and_no_framework():
     code = (
         "import sys, mindspeed_recovery; print({m.split('.')[0] for m in sys.modules} & {'torch', 'megatron', 'numpy'})"

@@ -176,8 +176,6 @@ class Recovery:
         except Exception as error:
             self._warn("repair", "what TFT has planned cannot be read, no states are exchanged", error)
         introduced = False
-        if session is not None:
-            self._join(session)
         if session is not None and plan.pairs:
             introduced = self._introduce(session)
             self._harmless("before repair", lambda: losses.make_ready(self._log_values(), plan.receives))

@@ -57,7 +57,6 @@ CASES = {
 }
 ALWAYS = (
     "tracker-hit",
-    "hit-inside-the-update",
     "nothing-hit-inside-the-update",
     "hit-between-update-and-log",
     "tracker-hit-in-a-pipeline",

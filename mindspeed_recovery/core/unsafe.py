@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from mindspeed_recovery.core.memory import DeviceMemory
 from mindspeed_recovery.core.registry import Registry
 from mindspeed_recovery.core.unsafe_note import PREFIX, UnsafeNote
+from mindspeed_recovery.core.values import storage_key
 from mindspeed_recovery.errors import LocationError, QuarantineError, is_unsafe_data
 
 logger = logging.getLogger("mindspeed_recovery")
@@ -28,11 +29,6 @@ _MOST_NOTES = 20
 _INFRASTRUCTURE = ("torch", "torch_npu", "mindspeed_recovery")
 
 
-def key(tensor: Tensor) -> int:
-    """The same number for all tensors that share a storage."""
-    return tensor.untyped_storage()._cdata
-
-
 def in_states(registry: Registry, memory: DeviceMemory) -> Notes:
     """The unsafe tensors of tracked states. A container in quarantine is passed over, as is a state that is not there."""
     notes: Notes = {}
@@ -40,7 +36,7 @@ def in_states(registry: Registry, memory: DeviceMemory) -> Notes:
         try:
             for path, tensor in state.tensors():
                 if memory.is_unsafe(tensor):
-                    notes.setdefault(key(tensor), _note(state.name, path, tensor))
+                    notes.setdefault(storage_key(tensor), _note(state.name, path, tensor))
         except (QuarantineError, LocationError):
             continue
     return notes
@@ -51,8 +47,8 @@ def in_frames(
 ) -> Notes:
     """The unsafe tensors that the frames of a traceback show, innermost frame first.
 
-    ``states``: what `in_states` has found, to tell whose they are. ``names``: places of further tensors by `key`. A tensor
-    of nobody is named by an attribute or global that holds it, else by a local variable. Frames of torch and of this
+    ``states``: what `in_states` has found, to tell whose they are. ``names``: places of further tensors by `storage_key`. A
+    tensor of nobody is named by an attribute or global that holds it, else by a local variable. Frames of torch and of this
     package come last, and stand for the line that called them: that is the one to look at.
     """
     names = names or {}
@@ -64,7 +60,7 @@ def in_frames(
     for frame, line in frames:
         seen = reader if _is_infrastructure(frame) else (frame.f_code.co_filename, line)
         for where, is_local, tensor in _shown(frame):
-            number = key(tensor)
+            number = storage_key(tensor)
             if number not in asked:
                 asked[number] = memory.is_unsafe(tensor)
                 if asked[number]:

@@ -29,6 +29,7 @@ from torch import Tensor
 from mindspeed_recovery.core import memory
 from mindspeed_recovery.core.report import Report
 from mindspeed_recovery.core.session import Session
+from mindspeed_recovery.core.values import storage_key
 from mindspeed_recovery.errors import FORCE_STOP, RecoveryFailed
 from mindspeed_recovery.runtimes import restartable_gloo
 
@@ -124,7 +125,7 @@ class _ModelCopy:
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-    return {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
+    return {storage_key(tensor): tensor for tensor in tensors}
 
 
 class StandaloneRuntime:

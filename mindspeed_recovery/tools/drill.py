@@ -122,7 +122,7 @@ class Drill:
             if state.spec.policy is Policy.IGNORED:
                 continue
             found = [t for _, t in state.tensors() if device.is_device(t) and memory.nbytes(t)]
-            tensors = {tensor.untyped_storage()._cdata: tensor for tensor in found}
+            tensors = {values.storage_key(tensor): tensor for tensor in found}
             for tensor in tensors.values():
                 target = memory.storage_bytes(tensor)
                 # Another state may share the storage and have marked it: nothing may read it, not even its metadata.

@@ -16,6 +16,7 @@ from typing import Any
 
 from mindspeed_recovery.core import unsafe
 from mindspeed_recovery.core.session import Session
+from mindspeed_recovery.core.values import storage_key
 from mindspeed_recovery.errors import UNSAFE_DATA
 
 logger = logging.getLogger("mindspeed_recovery")
@@ -138,5 +139,5 @@ def _model_names(chunks: list[Any]) -> dict[int, str]:
         module = getattr(chunk, "module", chunk)  # the wrapper for data parallelism hides buffers()
         for kind in ("named_parameters", "named_buffers"):
             for name, tensor in getattr(module, kind, list)():
-                names.setdefault(unsafe.key(tensor), f"the model's {name}")
+                names.setdefault(storage_key(tensor), f"the model's {name}")
     return names

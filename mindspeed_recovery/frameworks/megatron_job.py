@@ -326,7 +326,7 @@ class Loop:
         gc.collect()
         self._reentry.prepare()
         step = self._args.iteration
-        evaluation_owed = self._evaluation_due(step) and self._driver.marked("eval") < step
+        evaluation_owed = self._evaluation_owed(step)
         if self._runtime is not None:
             self._data["train"].go_back(step + 1)
             self._data["valid"].go_back(step if evaluation_owed else step + 1)
@@ -343,7 +343,7 @@ class Loop:
 
     def _rolled_back(self, step: int, left_out: list[str]) -> None:
         """MindIO TFT goes back to ``step``, and its adaptor to where ``args`` says in the data. On its thread."""
-        evaluation_owed = self._evaluation_due(step) and self._driver.marked("eval") < step
+        evaluation_owed = self._evaluation_owed(step)
         self._forget_evaluations(step if evaluation_owed else step + 1)
         doing, self._doing = self._doing, None
         lost = "evaluation" if "eval" in left_out else None
@@ -374,6 +374,9 @@ class Loop:
         elif follows("save_checkpoint_and_time"):  # MindSpeed-LLM's loop has the rest inline
             chores["save"] = self._checkpoint_due
         return chores
+
+    def _evaluation_owed(self, step: int) -> bool:
+        return self._evaluation_due(step) and self._driver.marked("eval") < step
 
     def _evaluation_due(self, step: int) -> bool:
         args = self._args

@@ -12,15 +12,13 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mindspeed_recovery import api, catalogue
-from mindspeed_recovery.core.registry import Registry
 from mindspeed_recovery.frameworks import megatron, megatron_cpu
 from mindspeed_recovery.runtimes import restartable_gloo
 from mindspeed_recovery.testing.faults import GRAMMAR, FaultInjector, FaultSpec, FaultSpecError
@@ -94,7 +92,12 @@ class Device:
     def __init__(self, args: argparse.Namespace) -> None:
         self.memory = UnsafeMemory(args.seed)
         self._args = args
-        self._injector = FaultInjector(args.fault, args.rank, self.memory, self._state_tensors)
+        self._injector = FaultInjector(
+            args.fault,
+            args.rank,
+            self.memory,
+            lambda names: megatron.state_tensors(names, self._model, self._optimizer),
+        )
         self._model: list[Any] = []
         self._optimizer: Any = None
         self._scheduler: Any = None
@@ -146,21 +149,6 @@ class Device:
         hidden = outputs[0] if isinstance(outputs, tuple) else outputs
         if hidden.requires_grad:
             hidden.register_hook(lambda gradient: self.at("backward"))
-
-    def _state_tensors(self, names: Sequence[str]) -> list[torch.Tensor]:
-        registry = api._active.registry if api._active else self._untracked()
-        tensors = []
-        for name in names:
-            if name not in registry:
-                raise KeyError(name, [state.name for state in registry])
-            tensors += [tensor for _, tensor in registry[name].tensors()]
-        return tensors
-
-    def _untracked(self) -> Registry:
-        """The catalogue without protection, to find what a fault is to hit."""
-        registry = Registry(catalogue.installed_states(catalogue.shipped()))
-        registry.find_owners(megatron.roots(self._model, self._optimizer))
-        return registry
 
     def final_state(self) -> dict[str, Any]:
         """What two equal runs end with."""

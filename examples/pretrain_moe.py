@@ -29,8 +29,6 @@ import torch
 import torch.distributed as dist
 
 import mindspeed_recovery
-from mindspeed_recovery import catalogue
-from mindspeed_recovery.core.registry import Registry
 from mindspeed_recovery.frameworks import megatron as megatron_job
 from mindspeed_recovery.frameworks import megatron_cpu
 from mindspeed_recovery.logs.tensorboard import HeldEvents
@@ -271,7 +269,9 @@ class Pretraining:
         self.config.finalize_model_grads_func = finalize_model_grads
         self.forward_backward = get_forward_backward_func()
         self.writer = self._writer(args, is_last=rank == world_size - 1)
-        self.injector = FaultInjector(args.fault, rank, self.memory, self._state_tensors)
+        self.injector = FaultInjector(
+            args.fault, rank, self.memory, lambda names: megatron_job.state_tensors(names, [self.model], self.optimizer)
+        )
         self._place_faults()
 
         roots = megatron_job.roots([self.model], self.optimizer)
@@ -331,21 +331,6 @@ class Pretraining:
                 hidden.register_hook(lambda gradient: point("backward"))
 
         chunk.decoder.layers[0].register_forward_hook(in_backward)
-
-    def _state_tensors(self, names: Sequence[str]) -> list[torch.Tensor]:
-        registry = self._session.registry if self._session else self._untracked()
-        tensors = []
-        for name in names:
-            if name not in registry:
-                raise KeyError(name, [state.name for state in registry])
-            tensors += [tensor for _, tensor in registry[name].tensors()]
-        return tensors
-
-    def _untracked(self) -> Registry:
-        """The catalogue without protection, to find what a fault is to hit."""
-        registry = Registry(catalogue.installed_states(catalogue.shipped()))
-        registry.find_owners(megatron_job.roots([self.model], self.optimizer))
-        return registry
 
     # ---- training ------------------------------------------------------------------------------------------------------
 

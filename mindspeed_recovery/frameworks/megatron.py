@@ -10,10 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed_recovery import api, catalogue
+from mindspeed_recovery.core.registry import Registry
+
 
 def roots(model: list[Any], optimizer: Any) -> dict[str, Any]:
     """The objects below which the states on instances are found, by name."""
     return {"model": model, "optimizer": optimizer}
+
+
+def state_tensors(names: Iterable[str], model: list[Any], optimizer: Any) -> list[Tensor]:
+    """The tensors of these states, tracked or not: what a fault is to hit. For the ``resolve`` of a `FaultInjector`.
+
+    Raises KeyError, with the name and all that there are, for an unknown one.
+    """
+    if api._active is not None:
+        registry = api._active.registry
+    else:  # the catalogue, without protection
+        registry = Registry(catalogue.installed_states(catalogue.shipped()))
+        registry.find_owners(roots(model, optimizer))
+    tensors: list[Tensor] = []
+    for name in names:
+        if name not in registry:
+            raise KeyError(name, [state.name for state in registry])
+        tensors += [tensor for _, tensor in registry[name].tensors()]
+    return tensors
 
 
 def optimizers(optimizer: Any) -> list[Any]:

@@ -8,7 +8,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,29 @@ STOCK_LAYOUTS = {
     "ep2dp2": ["--expert-model-parallel-size", "2", "--micro-batch-size", "1"],
 }
 WORLD_SIZES = {"pp2dp2": 4, "ep2dp2": 4}
+
+
+def ask_versions(
+    script: str, questions: Mapping[str, Sequence[str]], megatron: Callable[[str], Path]
+) -> dict[str, list[dict[str, Any]]]:
+    """What a script answers to one line of input each, by version of Megatron; all versions at once, each in a process of its
+    own that is given the version and prints one line of JSON for each question."""
+
+    def ask(version: str) -> list[dict[str, Any]]:
+        process = subprocess.run(
+            [sys.executable, script, version],
+            input="\n".join(questions[version]) + "\n",
+            env={**os.environ, "PYTHONPATH": str(megatron(version)), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert process.returncode == 0, process.stderr[-4000:]
+        return [json.loads(line) for line in process.stdout.splitlines()]
+
+    with ThreadPoolExecutor(len(questions)) as pool:
+        return dict(zip(questions, pool.map(ask, questions)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,18 +7,14 @@ The cases are in `catalogue_cases`; they run in one process for each version of 
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import catalogue_cases
 import pytest
 from catalogue_cases import CASES, CATALOGUE, NO_CASE
+from clusters import ask_versions
 from packaging.version import Version
 
 from mindspeed_recovery import catalogue
@@ -55,24 +51,9 @@ PAIRS = [
 def results(megatron: Callable[[str], Path]) -> dict[str, Results]:
     """By version and entry: the three runs of its case."""
 
-    def run(version: str) -> Results:
-        entries = [entry for other, entry in PAIRS if other == version]
-        environment = {**os.environ, "PYTHONPATH": str(megatron(version)), "OMP_NUM_THREADS": "1"}
-        process = subprocess.run(
-            [sys.executable, catalogue_cases.__file__, version],
-            input="\n".join(entries) + "\n",
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
-        )
-        assert process.returncode == 0, process.stderr[-4000:]
-        answers = [json.loads(line) for line in process.stdout.splitlines()]
-        return {answer.pop("entry"): answer for answer in answers}
-
-    with ThreadPoolExecutor(len(VERSIONS)) as pool:
-        return dict(zip(VERSIONS, pool.map(run, VERSIONS)))
+    questions = {version: [entry for other, entry in PAIRS if other == version] for version in VERSIONS}
+    answers = ask_versions(catalogue_cases.__file__, questions, megatron)
+    return {version: {answer.pop("entry"): answer for answer in found} for version, found in answers.items()}
 
 
 def test_each_entry_has_a_case_or_a_reason_for_none() -> None:

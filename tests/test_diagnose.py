@@ -7,18 +7,17 @@ import contextlib
 import gzip
 import io
 import json
-import os
 import random
 import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import unsafe_reads
+from clusters import ask_versions
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
@@ -92,23 +91,9 @@ NOT_TOLD_APART = {
 
 @pytest.fixture(scope="module")
 def reads(megatron: Callable[[str], Path]) -> dict[tuple[str, str], dict[str, Any]]:
-    def run(version: str) -> dict[tuple[str, str], dict[str, Any]]:
-        environment = {**os.environ, "PYTHONPATH": str(megatron(version)), "OMP_NUM_THREADS": "1"}
-        process = subprocess.run(
-            [sys.executable, unsafe_reads.__file__, version],
-            input="\n".join(states_of(version)) + "\n",
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
-        )
-        assert process.returncode == 0, process.stderr[-4000:]
-        answers = [json.loads(line) for line in process.stdout.splitlines()]
-        return {(version, answer["state"]): answer for answer in answers}
-
-    with ThreadPoolExecutor(len(VERSIONS)) as pool:
-        return {key: answer for answers in pool.map(run, VERSIONS) for key, answer in answers.items()}
+    questions = {version: states_of(version) for version in VERSIONS}
+    answers = ask_versions(unsafe_reads.__file__, questions, megatron)
+    return {(version, answer["state"]): answer for version, found in answers.items() for answer in found}
 
 
 def test_ten_states_and_more_are_told_from_each_other() -> None:

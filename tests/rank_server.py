@@ -17,6 +17,7 @@ import dataclasses
 import faulthandler
 import functools
 import importlib
+import importlib.util
 import json
 import logging
 import os
@@ -168,10 +169,11 @@ def serve(load: Callable[[], Any], run_rank: RunRank, supervise: Supervise | Non
 
 
 def load_example(example: str, *others: str) -> Any:
-    """The module of an example, with all that it imports later."""
+    """The module of an example, with what it imports later; ``others``: those that its version of Megatron has."""
     loaded = importlib.import_module(example)
     for module in ("torch.utils.tensorboard", *others):
-        importlib.import_module(module)
+        if importlib.util.find_spec(module) is not None:
+            importlib.import_module(module)
     return loaded
 
 

@@ -274,10 +274,10 @@ class Pretraining:
         )
         self._place_faults()
 
-        roots = megatron_job.roots([self.model], self.optimizer)
+        self.roots = megatron_job.roots([self.model], self.optimizer)
         session = sink = None
         if args.enable_recovery_safe_globals:
-            session = mindspeed_recovery.enable(roots=roots, memory=self.memory, is_fault=standalone.is_fault)
+            session = mindspeed_recovery.enable(roots=self.roots, memory=self.memory, is_fault=standalone.is_fault)
             sink = HeldEvents(self.writer) if self.writer else None
             if rank == 0:
                 print(f"mindspeed-recovery: {session.summary()}", flush=True)

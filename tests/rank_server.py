@@ -14,18 +14,14 @@ before training with the `Pretraining` object and the job's ``options``).
 from __future__ import annotations
 
 import dataclasses
-import faulthandler
 import functools
 import importlib
 import importlib.util
 import json
 import logging
 import os
-import signal
 import socket
 import sys
-import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -38,18 +34,10 @@ returns a pid. Returns the exit codes."""
 
 
 def join(job: dict[str, Any], rank: int, listener: socket.socket) -> Any:
-    """The store of the job's ranks; unless there is an agent, it lives in rank 0, on the parent's socket."""
-    import torch.distributed as dist
+    """The store of the job's ranks; unless there is an agent, it lives in rank 0."""
+    from mindspeed_recovery.testing import ranks
 
-    serves = _serves(job, rank)
-    return dist.TCPStore(
-        "127.0.0.1",
-        listener.getsockname()[1],
-        job["world_size"],
-        is_master=serves,
-        master_listen_fd=listener.detach() if serves else None,
-        use_libuv=True,
-    )
+    return ranks.join(listener, job["world_size"], serves=_serves(job, rank))
 
 
 def _serves(job: dict[str, Any], rank: int) -> bool:
@@ -73,10 +61,9 @@ def leave(job: dict[str, Any], rank: int, store: Any, reports: Iterable[Any]) ->
 
 def part(job: dict[str, Any], rank: int, store: Any) -> None:
     """Let rank 0, where the store lives, be the last to go."""
-    store.add("ended", 1)
-    deadline = time.monotonic() + 20
-    while _serves(job, rank) and store.add("ended", 0) < job["world_size"] and time.monotonic() < deadline:
-        time.sleep(0.002)
+    from mindspeed_recovery.testing import ranks
+
+    ranks.leave(store, job["world_size"], serves=_serves(job, rank))
 
 
 def _run_rank(example: Any, job: dict[str, Any], rank: int, listener: socket.socket) -> int:
@@ -95,58 +82,6 @@ def _run_rank(example: Any, job: dict[str, Any], rank: int, listener: socket.soc
     return 0
 
 
-def _fork(run_rank: RunRank, loaded: Any, job: dict[str, Any], rank: int, listener: socket.socket) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        with open(Path(job["out"]) / f"rank{rank}.log", "a") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # an abort flushes nothing
-        faulthandler.register(signal.SIGUSR1)
-        code = run_rank(loaded, job, rank, listener)
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-        code = 3
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _wait(pids: list[int], timeout: float) -> list[int]:
-    codes: dict[int, int] = {}
-    deadline = time.monotonic() + timeout
-    failed_at: float | None = None
-    while len(codes) < len(pids):
-        for pid in pids:
-            if pid not in codes:
-                done, status = os.waitpid(pid, os.WNOHANG)
-                if done:
-                    codes[pid] = os.waitstatus_to_exitcode(status)
-                    if codes[pid] and failed_at is None:
-                        failed_at = time.monotonic()
-        late = time.monotonic() > deadline or (failed_at is not None and time.monotonic() > failed_at + 15)
-        if late:
-            for pid in pids:
-                if pid not in codes:
-                    os.kill(pid, signal.SIGUSR1)  # say where it hangs
-                    time.sleep(0.2)
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
-                    codes[pid] = -9
-        time.sleep(0.005)
-    return [codes[pid] for pid in pids]
-
-
-def _run_all(job: dict[str, Any], fork: Callable[[dict[str, Any], int], int], listener: socket.socket) -> list[int]:
-    return _wait([fork(job, rank) for rank in range(job["world_size"])], job["timeout"])
-
-
 def serve(load: Callable[[], Any], run_rank: RunRank, supervise: Supervise | None = None) -> None:
     """Call ``load()``, which imports what the ranks need, then run one job a line, each rank by ``run_rank``, which is
     given what ``load`` has returned. ``supervise``: for jobs with ``agent``."""
@@ -157,14 +92,24 @@ def serve(load: Callable[[], Any], run_rank: RunRank, supervise: Supervise | Non
     os.dup2(2, 1)  # what libraries print is not an answer
     import torch
 
+    from mindspeed_recovery.testing import ranks
+
     torch.set_num_threads(1)
     loaded = load()
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         job = json.loads(line)
-        with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
-            run = supervise if job.get("agent") and supervise is not None else _run_all
-            codes = run(job, lambda job, rank: _fork(run_rank, loaded, job, rank, listener), listener)
+        if job.get("agent") and supervise is not None:
+            with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+
+                def fork(job: dict[str, Any], rank: int, listener: socket.socket = listener) -> int:
+                    log = Path(job["out"], f"rank{rank}.log")
+                    return ranks.fork(lambda: run_rank(loaded, job, rank, listener), log)
+
+                codes = supervise(job, fork, listener)
+        else:
+            body = functools.partial(run_rank, loaded, job)
+            codes = ranks.run(job["world_size"], body, Path(job["out"]), job["timeout"])
         print(json.dumps(codes), file=answers, flush=True)
 
 

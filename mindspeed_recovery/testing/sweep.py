@@ -35,6 +35,7 @@ import torch
 from mindspeed_recovery import api, catalogue
 from mindspeed_recovery.core.policy import Policy
 from mindspeed_recovery.core.registry import Registry
+from mindspeed_recovery.errors import RecoveryError
 from mindspeed_recovery.testing import outcomes, ranks
 from mindspeed_recovery.testing.compare import compare_scalars, compare_states
 from mindspeed_recovery.testing.faults import ALL, POINTS, FaultInjector, FaultSpec
@@ -44,10 +45,9 @@ from mindspeed_recovery.testing.storages import Storage, live_storages
 from mindspeed_recovery.tools.progress import Progress
 
 _FLAG = "--enable-recovery-safe-globals"
-_TIMEOUT = 60.0  # seconds for one run
 
 
-class SweepError(Exception):
+class SweepError(RecoveryError):
     """The sweep cannot be run; the text says why and what to do."""
 
 
@@ -76,8 +76,18 @@ class Sweep:
     """Runs one job again and again, as forks of this process. ``folder``: for what the runs leave; those that ended as was
     expected leave nothing."""
 
-    def __init__(self, script: Path, argv: Sequence[str], size: int, folder: Path, *, protected: bool = True) -> None:
-        self._script, self._size, self._folder = script, size, folder
+    def __init__(
+        self,
+        script: Path,
+        argv: Sequence[str],
+        size: int,
+        folder: Path,
+        *,
+        protected: bool = True,
+        timeout: float = 60.0,
+    ) -> None:
+        """``timeout``: seconds after which a run counts as hung. Raises SweepError for a script that is not a job."""
+        self._size, self._folder, self._timeout = size, folder, timeout
         self._argv = [*argv, *([_FLAG] if protected else [])]
         self._module = _load(script)
         self._baseline: Path | None = None
@@ -154,7 +164,7 @@ class Sweep:
             ranks.leave(store, self._size, serves=rank == 0)
             return 0
 
-        return ranks.run(self._size, body, folder, _TIMEOUT)
+        return ranks.run(self._size, body, folder, self._timeout)
 
     def _judge(self, folder: Path, codes: list[int], case: Case) -> tuple[str, str]:
         left = [_left(folder, rank) for rank in range(self._size)]
@@ -320,6 +330,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sample", type=int, metavar="N", help="only N cases")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the sample (default: 0)")
     parser.add_argument("--shard", default="1/1", metavar="I/N", help="the I-th of N parts; each with its own --out")
+    parser.add_argument("--only", metavar="TEXT", help="only storages with this in their name")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="of one run, in seconds (default: 60)")
     parser.add_argument("--unprotected", action="store_true", help="without the plugin: what the faults would do")
     parser.add_argument("--list", action="store_true", help="print the cases and run none")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
@@ -328,9 +340,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def _sweep(args: argparse.Namespace, argv: list[str]) -> int:
     points, steps, (shard, shards) = _checked(args)
-    sweep = Sweep(args.script, argv, args.ranks, args.out / "runs", protected=not args.unprotected)
     shutil.rmtree(args.out / "runs", ignore_errors=True)
+    sweep = Sweep(
+        args.script, argv, args.ranks, args.out / "runs", protected=not args.unprotected, timeout=args.timeout
+    )
     cases = sweep.survey(steps, points)
+    if args.only is not None:
+        cases = [case for case in cases if args.only in case.storage]
+        if not cases:
+            raise SweepError(f"no storage's name has {args.only} in it; --list shows them all")
     if args.sample is not None:
         cases = sample(cases, args.sample, args.seed)
     cases = cases[shard - 1 :: shards]

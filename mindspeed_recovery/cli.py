@@ -41,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="PACKAGE==VERSION",
         help="this version, whether it is installed or not; repeatable",
     )
+    states.add_argument(
+        "--by-version", action="store_true", help="how many states each range of versions has, as a Markdown table"
+    )
     states.set_defaults(run=_states)
 
     verify = commands.add_parser(
@@ -64,8 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _states(args: argparse.Namespace) -> int:
-    from mindspeed_recovery.tools import states_command
+    from mindspeed_recovery.tools import compatibility, states_command
 
+    if args.by_version:
+        print(compatibility.table(args.catalogue or catalogue.shipped()))
+        return 0
     return states_command.run(args.catalogue or catalogue.shipped(), args.source, args.versions, as_json=args.json)
 
 

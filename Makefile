@@ -21,7 +21,7 @@ demo: $(VENV)/.demo .cache/megatron/0.19.2/.done
 test: lint $(MEGATRON_DIRS)
 	$(BIN)/python -m pytest -m "not full"
 
-test-full: lint $(VENV)/.wandb $(MEGATRON_FULL_DIRS)
+test-full: lint $(MEGATRON_FULL_DIRS)
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/.test
@@ -43,11 +43,6 @@ $(VENV)/.demo: $(VENV)/.torch setup.py
 $(VENV)/.test: $(VENV)/.torch setup.py
 	@echo "setting up $(VENV): the tests' packages"
 	$(PIP) -e ".[test]"
-	touch $@
-
-$(VENV)/.wandb: $(VENV)/.test
-	@echo "setting up $(VENV): Weights & Biases"
-	$(PIP) -e ".[test-wandb]"
 	touch $@
 
 # Megatron asks for some sixty packages of which a CPU run needs none, and for a newer Python than its wheels do.

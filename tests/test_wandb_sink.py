@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import wandb
 from wandb_runs import Offline
 
 from mindspeed_recovery.core.report import Outcome, Report
 from mindspeed_recovery.logs.wandb import HeldRun
-
-wandb = pytest.importorskip("wandb", reason="pip install wandb")
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -250,7 +250,7 @@ def test_order_of_imports_does_not_matter(answers, order):
     assert everywhere == names
     assert answer["undone"] == hook
     assert answer["group"][0] == "enable_recovery_safe_globals"
-    assert len(answer["group"]) == 5
+    assert len(answer["group"]) == 6
 
 
 def test_a_machine_without_tensorboard_trains_with_the_plugin():

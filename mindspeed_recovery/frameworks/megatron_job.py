@@ -30,6 +30,7 @@ from mindspeed_recovery.core.report import Report
 from mindspeed_recovery.core.session import Session
 from mindspeed_recovery.frameworks import megatron
 from mindspeed_recovery.frameworks.megatron import MegatronJob, before_first_write
+from mindspeed_recovery.frameworks.megatron_audit import LiveAudit
 from mindspeed_recovery.frameworks.megatron_drill import Rehearsal
 from mindspeed_recovery.frameworks.megatron_reentry import RecordedData, Reentry, known
 from mindspeed_recovery.logs import sinks
@@ -86,6 +87,7 @@ class Loop:
             self._rehearsal = Rehearsal(
                 training, self._session, arguments["model"], arguments["optimizer"], self._args.recovery_drill
             )
+        self._audit = LiveAudit(self._args.recovery_audit, self._loaders)
         self._runtime = self._make_runtime(standalone) if standalone is not None else None
         self._driver: StandaloneRuntime | _Foreign
         if self._runtime is not None:
@@ -143,6 +145,9 @@ class Loop:
         for name, step in (("train", lambda: self.done + 1), ("valid", lambda: self.done)):
             data = self._data[name] = RecordedData(self._arguments[f"{name}_data_iterator"], step, host)
             self._arguments[f"{name}_data_iterator"] = data.data
+
+    def _loaders(self) -> dict[str, Any]:
+        return {name: value for name, value in self._arguments.items() if name.endswith("data_iterator")}
 
     def _follow_mindio(self, chores: Mapping[str, Callable[[int], bool]]) -> _Foreign:
         driver = _Foreign(self._session, self.sink, self._write, self._rolled_back, chores, self.done)
@@ -272,6 +277,7 @@ class Loop:
         finally:
             line.forget_tensors()
             self._logging = False
+        self._audit.after_step(step)
         return line.result
 
     def _write(self, step: int, line: _Line) -> None:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import (
+    BuiltinMethodType,
     CellType,
     CodeType,
     FrameType,
@@ -24,6 +25,7 @@ from types import (
     MappingProxyType,
     MemberDescriptorType,
     MethodDescriptorType,
+    MethodType,
     ModuleType,
     TracebackType,
     WrapperDescriptorType,
@@ -33,7 +35,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_recovery.core.container import Quarantine
 from mindspeed_recovery.core.memory import nbytes
 from mindspeed_recovery.core.registry import TrackedState
 from mindspeed_recovery.core.values import storage_key
@@ -59,13 +60,17 @@ class Untracked:
 
 
 def untracked(
-    is_device: Callable[[Tensor], bool], owners: Iterable[Any] = (), states: Iterable[TrackedState] = ()
+    is_device: Callable[[Tensor], bool],
+    owners: Iterable[Any] = (),
+    states: Iterable[TrackedState] = (),
+    passed_over: Iterable[Any] = (),
 ) -> list[Untracked]:
     """The device tensors that are reachable from modules, but not from ``owners`` or ``states``; sorted by path.
 
     ``is_device``: which tensors are on the device. ``owners``: objects whose tensors somebody else restores: model,
-    optimizer, data loaders; all that they reach by data (attributes, items, bound methods, closures, gradients) is theirs.
-    ``states``: states that are tracked or deliberately ignored; one in quarantine is passed over.
+    optimizer, data loaders; all that they reach through attributes and items is theirs, what a hook on them reaches is not.
+    ``states``: states that are tracked or deliberately ignored; one in quarantine is passed over. ``passed_over``: objects
+    whose insides are nobody's state.
 
     Tensors are told apart by storage, the unit in which memory is lost and restored: a view of a parameter is the
     parameter's wherever it stands, and of several views of one storage that nobody owns the nearest to its module is
@@ -76,9 +81,12 @@ def untracked(
     states = list(states)
     # Neither a tensor subclass nor a mode may intercept what is asked of a tensor.
     with torch._C.DisableTorchFunction():
-        graph = _Graph([module for module in list(sys.modules.values()) if module is not None])
-        claimed = _Graph([*owners, *_values(states, graph)], data_only=True)
-        taken = {storage_key(tensor) for _, tensor in claimed.tensors()}
+        hidden = {id(one) for one in passed_over}
+        graph = _Graph([module for module in list(sys.modules.values()) if module is not None], hidden)
+        hidden |= {id(_MODULE_DICT(module)) for module in graph.roots if _is(type(module), ModuleType)}
+        owned = _Graph(owners, hidden, stop=(_NAMESPACE, _FUNCTION))
+        tracked = _Graph(_values(states, graph), hidden, stop=(_NAMESPACE,))
+        taken = {storage_key(tensor) for part in (owned, tracked) for _, tensor in part.tensors()}
         found = []
         for index, tensor in graph.tensors():
             key = storage_key(tensor)
@@ -109,9 +117,9 @@ def _values(states: list[TrackedState], graph: _Graph) -> list[Any]:
 
 # ---- the walk ------------------------------------------------------------------------------------------------------------
 
-_LEAF, _INNER, _NAMESPACE, _TENSOR = range(4)
-_PASSED_OVER = (
-    Quarantine,  # what a recovery has moved out of a state
+_LEAF, _INNER, _NAMESPACE, _FUNCTION, _TENSOR = range(5)
+_FUNCTIONS = (FunctionType, MethodType, BuiltinMethodType, functools.partial)
+_LEAVES = (
     FrameType,  # what runs, or has failed
     TracebackType,
     CodeType,
@@ -134,25 +142,24 @@ _IS_LEAF, _RETAINS_GRAD = (getattr(Tensor, name).__get__ for name in ("is_leaf",
 class _Graph:
     """The objects that some roots reach, each once, breadth-first.
 
-    ``data_only``: modules, classes and globals of functions, through which everything is reachable, are not entered.
+    ``hidden``: addresses of objects that are not entered. ``stop``: nor are these kinds of object, unless they are roots.
+    Through a module, a class or the globals of a function everything is reachable; through a hook's closure or its bound
+    method most.
     """
 
-    def __init__(self, roots: Iterable[Any], data_only: bool = False) -> None:
-        self._objects: list[Any] = [*roots]  # holds all of them, so that no address is used twice
+    def __init__(self, roots: Iterable[Any], hidden: set[int], stop: tuple[int, ...] = ()) -> None:
+        self.roots = [*roots]
+        self._objects: list[Any] = [*self.roots]  # holds all of them, so that no address is used twice
         self._parents = [-1] * len(self._objects)
         self._kinds: dict[int, int] = {}  # by address of the type: a metaclass may have a hash of its own
         self._types: list[type] = []
         self._tensors = [i for i, root in enumerate(self._objects) if self._kind(type(root)) == _TENSOR]
-        self._seen = {id(root) for root in self._objects}
-        if data_only:
-            modules = [module for module in list(sys.modules.values()) if _is(type(module), ModuleType)]
-            self._seen.update(id(_MODULE_DICT(module)) for module in modules)
-        self._walk(data_only)
+        self._walk(hidden | {id(root) for root in self.roots}, (_LEAF, *stop))
 
-    def _walk(self, data_only: bool) -> None:
-        objects, parents, kinds, seen = self._objects, self._parents, self._kinds, self._seen
+    def _walk(self, seen: set[int], stop: tuple[int, ...]) -> None:
+        objects, parents, kinds = self._objects, self._parents, self._kinds
         for index, value in enumerate(objects):  # which grows
-            if data_only and type(value) is FunctionType:
+            if _NAMESPACE in stop and type(value) is FunctionType:
                 seen.add(id(value.__globals__))
             children = gc.get_referents(value)
             if kinds[id(type(value))] == _TENSOR:
@@ -161,7 +168,7 @@ class _Graph:
                 kind = kinds.get(id(type(child)))
                 if kind is None:
                     kind = self._kind(type(child))
-                if kind == _LEAF or id(child) in seen or (data_only and kind == _NAMESPACE):
+                if kind in stop or id(child) in seen:
                     continue
                 if kind == _TENSOR:
                     self._tensors.append(len(objects))
@@ -201,10 +208,12 @@ def _is(cls: type, base: type) -> bool:
 
 
 def _kind(cls: type) -> int:
-    if not _FLAGS(cls) & _HAS_REFERENTS or any(cls is leaf for leaf in _PASSED_OVER):
+    if not _FLAGS(cls) & _HAS_REFERENTS or any(cls is leaf for leaf in _LEAVES):
         return _LEAF
     if _is(cls, Tensor):
         return _TENSOR
+    if any(cls is function for function in _FUNCTIONS):
+        return _FUNCTION
     return _NAMESPACE if _is(cls, type) or _is(cls, ModuleType) else _INNER
 
 
@@ -362,14 +371,17 @@ def _into_function(function: FunctionType, rest: list[Any]) -> tuple[str, int] |
     if len(rest) < 2:
         return None
     code, container, child = function.__code__, rest[0], rest[1]
+    closure: Any = function.__closure__
+    defaults: Any = function.__defaults__
+    keywords: Any = function.__kwdefaults__
     named: Iterable[tuple[str, Any]]
-    if container is function.__closure__ and len(rest) > 2:
-        kind, named, used = "closure", zip(code.co_freevars, container), 3  # the cell and what is in it
-    elif container is function.__defaults__:
+    if container is closure and len(rest) > 2:
+        kind, named, used = "closure", zip(code.co_freevars, closure), 3  # the cell and what is in it
+    elif container is defaults:
         names = code.co_varnames[: code.co_argcount]
-        kind, named, used = "default", zip(names[len(names) - len(container) :], container), 2
-    elif container is function.__kwdefaults__:
-        kind, named, used = "default", list(container.items()), 2
+        kind, named, used = "default", zip(names[len(names) - len(defaults) :], defaults), 2
+    elif container is keywords:
+        kind, named, used = "default", list(keywords.items()), 2
     else:
         return None
     name = next((name for name, value in named if value is child), None)

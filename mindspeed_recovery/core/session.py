@@ -172,7 +172,7 @@ class Session:
         """The device tensors of this process that neither the session's roots, further ``owners``, nor a state has: see
         `reachable.untracked`."""
         owners = [*self._roots.values(), *owners]
-        return reachable.untracked(is_device or self.memory.is_device, owners, self.registry)
+        return reachable.untracked(is_device or self.memory.is_device, owners, self.registry, passed_over=[self])
 
     def _adopt(self, state: TrackedState) -> None:
         self._check_size(state)

@@ -38,8 +38,9 @@ class LiveAudit:
         self._steps_left = 0 if mode == "off" else _STEPS
 
     def after_step(self, step: int) -> None:
-        """``step`` and its log line are over. Raises RecoveryError in mode ``error`` if there are findings; it leaves
-        ``train()``, and the runtime ends the job on every rank as after any error that is no fault of the device."""
+        """``train_step()`` of ``step`` has returned; its log line, which empties trackers, is to come. Raises
+        RecoveryError in mode ``error`` if there are findings; it leaves ``train()``, and the runtime ends the job on every
+        rank as after any error that is no fault of the device."""
         if not self._steps_left:
             return
         self._steps_left -= 1

@@ -239,8 +239,11 @@ class Loop:
         self._driver.begin_step(step)
         rehearsal = self._rehearsal
         if rehearsal is not None and rehearsal.step == step:
-            return rehearsal.train_step(train_step, call, self._data.values(), self._reentry)
-        return train_step(*call.args, **call.kwargs)
+            result = rehearsal.train_step(train_step, call, self._data.values(), self._reentry)
+        else:
+            result = train_step(*call.args, **call.kwargs)
+        self._audit.after_step(step)
+        return result
 
     def _before_write(self) -> None:
         if self._rehearsal is not None:
@@ -277,7 +280,6 @@ class Loop:
         finally:
             line.forget_tensors()
             self._logging = False
-        self._audit.after_step(step)
         return line.result
 
     def _write(self, step: int, line: _Line) -> None:

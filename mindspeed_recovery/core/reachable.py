@@ -148,7 +148,7 @@ class _Graph:
     """
 
     def __init__(self, roots: Iterable[Any], hidden: set[int], stop: tuple[int, ...] = ()) -> None:
-        self.roots = [*roots]
+        self.roots = list({id(root): root for root in roots}.values())
         self._objects: list[Any] = [*self.roots]  # holds all of them, so that no address is used twice
         self._parents = [-1] * len(self._objects)
         self._kinds: dict[int, int] = {}  # by address of the type: a metaclass may have a hash of its own
@@ -289,7 +289,7 @@ def _step(holder: Any, rest: list[Any]) -> tuple[str, int]:
         step = _into_function(holder, rest)
         if step is not None:
             return step
-    if kind is CellType or kind is MappingProxyType:
+    if any(kind is wrapper for wrapper in _TRANSPARENT):
         return "", 1
     if _is(kind, functools._lru_cache_wrapper):
         step = _into_cache(holder, rest)
@@ -313,6 +313,10 @@ def _step(holder: Any, rest: list[Any]) -> tuple[str, int]:
             return text, 1
     position = next((i for i, referent in enumerate(gc.get_referents(holder)) if referent is child), "?")
     return f".<referent>[{position}]", 1
+
+
+_TRANSPARENT = (CellType, MappingProxyType, staticmethod, classmethod)
+"""Who asks for the attribute gets what is inside."""
 
 
 def _held(holder: Any, child: Any) -> bool:

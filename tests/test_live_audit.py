@@ -162,6 +162,7 @@ WEAK = __import__("weakref").ref(LEAF)
 BASE = torch.ones(4)
 VIEW = BASE[1:]
 EMPTY = torch.empty(0)
+MAXIMUM = torch.max(torch.ones(2, 2), 0)
 """
 INSIDE = {
     "ORDERED['a']",
@@ -189,6 +190,8 @@ INSIDE = {
     "LEAF.note",
     "Owner.__dict__['not a name']",
     "BASE",
+    "MAXIMUM.values",  # made in C, and not tracked by the collector
+    "MAXIMUM.indices",
 }
 
 

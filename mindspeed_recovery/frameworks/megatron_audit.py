@@ -64,9 +64,8 @@ class LiveAudit:
 
 def told(found: list[Untracked], step: int) -> str:
     """What is said of findings: a line for each of the first, and the remedy."""
-    lines = [
-        f"after step {step}, {len(found)} device tensors belong to no model, optimizer, data loader or tracked state:"
-    ]
+    many = "1 device tensor belongs" if len(found) == 1 else f"{len(found)} device tensors belong"
+    lines = [f"after step {step}, {many} to no model, optimizer, data loader or tracked state:"]
     lines += [f"  {_line(one)}" for one in found[:MOST_LINES]]
     if len(found) > MOST_LINES:
         lines.append(

@@ -5,6 +5,7 @@ Importing the package imports neither torch nor any framework. It registers the 
 MindSpeed's list of features, for when these are loaded.
 """
 
+from mindspeed_recovery import audit
 from mindspeed_recovery.api import disable, enable, states, track, untrack
 from mindspeed_recovery.core.policy import Policy, StateSpec
 from mindspeed_recovery.errors import (
@@ -29,6 +30,7 @@ __all__ = [
     "RecoveryFailed",
     "StateError",
     "StateSpec",
+    "audit",
     "disable",
     "enable",
     "states",

@@ -50,11 +50,13 @@ def test_flag_is_off_by_default(parser):
     args = parser.parse_args([])
     assert not args.enable_recovery_safe_globals
     assert (args.recovery_patches, args.recovery_strict, args.recovery_drill) == ([], False, None)
+    assert args.recovery_audit == "warn"
 
 
 def test_values_are_read(parser, catalogue):
     options = ["--recovery-patches", catalogue, catalogue, "--recovery-max-retries", "0", "--recovery-strict"]
-    args = parser.parse_args([FLAG, *options, "--recovery-drill", "1"])
+    args = parser.parse_args([FLAG, *options, "--recovery-drill", "1", "--recovery-audit", "error"])
+    assert args.recovery_audit == "error"
     assert args.enable_recovery_safe_globals
     assert args.recovery_strict
     assert (args.recovery_patches, args.recovery_max_retries, args.recovery_drill) == ([catalogue, catalogue], 0, 1)
@@ -69,6 +71,8 @@ def test_values_are_read(parser, catalogue):
         ([FLAG, "--recovery-drill", "0"], "--recovery-drill: 0 is less than 1"),
         (["--recovery-drill", "3"], f"--recovery-drill: needs {FLAG}"),
         (["--recovery-strict"], f"--recovery-strict: needs {FLAG}"),
+        (["--recovery-audit", "off"], f"--recovery-audit: needs {FLAG}"),
+        ([FLAG, "--recovery-audit", "loud"], "--recovery-audit: invalid choice: 'loud'"),
         (["--recovery-max-retries", "3"], f"--recovery-max-retries: needs {FLAG}"),
     ],
 )
@@ -96,7 +100,13 @@ def test_adding_the_options_twice_changes_nothing(parser):
 def test_help_shows_one_group(parser):
     text = parser.format_help()
     assert text.count("\nrecovery:") == 1
-    for option in ("--recovery-patches", "--recovery-max-retries", "--recovery-strict", "--recovery-drill"):
+    for option in (
+        "--recovery-patches",
+        "--recovery-max-retries",
+        "--recovery-strict",
+        "--recovery-drill",
+        "--recovery-audit",
+    ):
         assert option in text.split("\nrecovery:")[1]
 
 
@@ -250,7 +260,7 @@ def test_order_of_imports_does_not_matter(answers, order):
     assert everywhere == names
     assert answer["undone"] == hook
     assert answer["group"][0] == "enable_recovery_safe_globals"
-    assert len(answer["group"]) == 5
+    assert len(answer["group"]) == 6
 
 
 def test_a_machine_without_tensorboard_trains_with_the_plugin():

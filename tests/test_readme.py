@@ -139,3 +139,18 @@ def test_log_of_ones_own_is_written_once(tmp_path: Path, monkeypatch: pytest.Mon
         {"step": 2, "late": 1.0},
         {"step": 3, "loss": 9.0},
     ]
+
+
+def test_what_is_not_tracked_is_listed(
+    plugin: Any, package: SimpleNamespace, memory: UnsafeMemory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    package.model.HEAD = model
+    plugin.track("my_pkg.ema:EMA", policy="snapshot")
+    plugin.enable(memory=memory, catalogues=[])
+    names = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+    exec(example("python", "What is not tracked"), names)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("my_pkg")]
+    assert lines == [
+        "my_pkg.losses:TRACKER['z_loss']['values'] my_pkg.losses:TRACKER (2,) torch.float32 8 cpu",
+    ]

@@ -13,13 +13,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from mindspeed_recovery.core import actions, container, unsafe
+from mindspeed_recovery.core import actions, container, reachable, unsafe
 from mindspeed_recovery.core.copies import Copies, Slot, StateCopy
 from mindspeed_recovery.core.location import Place
 from mindspeed_recovery.core.memory import DeviceMemory, synchronize
@@ -164,6 +165,14 @@ class Session:
             where = f"{d['bytes']} bytes on {d['device']}" if d["device"] else "on the host"
             lines.append(f"  {d['name']:<{width}}  {d['policy']:<9}  {where}; {d['host_bytes']} bytes of host copies")
         return "\n".join(lines)
+
+    def untracked(
+        self, owners: Iterable[Any] = (), is_device: Callable[[Tensor], bool] | None = None
+    ) -> list[reachable.Untracked]:
+        """The device tensors of this process that neither the session's roots, further ``owners``, nor a state has: see
+        `reachable.untracked`."""
+        owners = [*self._roots.values(), *owners]
+        return reachable.untracked(is_device or self.memory.is_device, owners, self.registry, passed_over=[self])
 
     def _adopt(self, state: TrackedState) -> None:
         self._check_size(state)

@@ -67,6 +67,13 @@ def add_recovery_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
             metavar="STEP",
             help="rehearse a recovery at this step, without a fault, and compare the recomputed step",
         ),
+        group.add_argument(
+            "--recovery-audit",
+            choices=("off", "warn", "error"),
+            default="warn",
+            help="after the second step, name every device tensor that nobody would restore; error: end the job then "
+            "(default: %(default)s)",
+        ),
     ]
     _check_after_parsing(parser, options)
     return parser

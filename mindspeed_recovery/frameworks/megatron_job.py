@@ -30,6 +30,7 @@ from mindspeed_recovery.core.report import Report
 from mindspeed_recovery.core.session import Session
 from mindspeed_recovery.frameworks import megatron
 from mindspeed_recovery.frameworks.megatron import MegatronJob, before_first_write
+from mindspeed_recovery.frameworks.megatron_audit import LiveAudit
 from mindspeed_recovery.frameworks.megatron_drill import Rehearsal
 from mindspeed_recovery.frameworks.megatron_reentry import RecordedData, Reentry, known
 from mindspeed_recovery.logs import sinks
@@ -86,6 +87,7 @@ class Loop:
             self._rehearsal = Rehearsal(
                 training, self._session, arguments["model"], arguments["optimizer"], self._args.recovery_drill
             )
+        self._audit = LiveAudit(self._args.recovery_audit, self._loaders)
         self._runtime = self._make_runtime(standalone) if standalone is not None else None
         self._driver: StandaloneRuntime | _Foreign
         if self._runtime is not None:
@@ -143,6 +145,9 @@ class Loop:
         for name, step in (("train", lambda: self.done + 1), ("valid", lambda: self.done)):
             data = self._data[name] = RecordedData(self._arguments[f"{name}_data_iterator"], step, host)
             self._arguments[f"{name}_data_iterator"] = data.data
+
+    def _loaders(self) -> dict[str, Any]:
+        return {name: value for name, value in self._arguments.items() if name.endswith("data_iterator")}
 
     def _follow_mindio(self, chores: Mapping[str, Callable[[int], bool]]) -> _Foreign:
         driver = _Foreign(self._session, self.sink, self._write, self._rolled_back, chores, self.done)
@@ -234,8 +239,11 @@ class Loop:
         self._driver.begin_step(step)
         rehearsal = self._rehearsal
         if rehearsal is not None and rehearsal.step == step:
-            return rehearsal.train_step(train_step, call, self._data.values(), self._reentry)
-        return train_step(*call.args, **call.kwargs)
+            result = rehearsal.train_step(train_step, call, self._data.values(), self._reentry)
+        else:
+            result = train_step(*call.args, **call.kwargs)
+        self._audit.after_step(step)
+        return result
 
     def _before_write(self) -> None:
         if self._rehearsal is not None:

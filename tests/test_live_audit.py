@@ -33,6 +33,7 @@ pytestmark = pytest.mark.timeout(180)
 
 PATHS = {path for _, path in PLANTED.values()}
 ON = "--enable-recovery-safe-globals"
+WARN = ("--recovery-audit", "warn")  # the default, which the other tests switch off
 
 
 def paths(package: str, **options: Any) -> list[str]:
@@ -503,7 +504,7 @@ def warnings_of(run: Run, rank: int) -> list[str]:
 
 @pytest.mark.parametrize("layout", ["overlap", pytest.param("bf16", marks=pytest.mark.full)])
 def test_stock_loop_audits_itself_and_finds_nothing(stock: StockCluster, layout):
-    run = stock.run(layout, ON, prepare="audited:speak")
+    run = stock.run(layout, ON, *WARN, prepare="audited:speak")
     assert run.ended_well, run.tail()
     for rank in (0, 1):
         assert run.log(rank).count("audit after step 2: 0 untracked device tensors") == 1
@@ -511,7 +512,7 @@ def test_stock_loop_audits_itself_and_finds_nothing(stock: StockCluster, layout)
 
 
 def test_stock_loop_names_the_state_that_is_not_tracked(stock):
-    run = stock.run("overlap", ON, prepare="stock_server:leave_out", state="moe-aux-loss-tracker")
+    run = stock.run("overlap", ON, *WARN, prepare="stock_server:leave_out", state="moe-aux-loss-tracker")
     assert run.ended_well, run.tail()
     for rank in (0, 1):
         assert len(warnings_of(run, rank)) == 1

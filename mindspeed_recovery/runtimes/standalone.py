@@ -21,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -357,19 +357,19 @@ class StandaloneRuntime:
                         return
                     # First: whatever else fails, the training thread must not wait for ever.
                     self._failure = self._blame(error)
-                    self._die(f"rank {self._rank}: {self._failure}")
+                    self._die(f"rank {self._rank}: {error}")
                     self._stop()
                     return
 
-    def _blame(self, error: Exception) -> Exception:
-        """What ended this rank's recovery may only be that another one gave up and took its connections along."""
-        try:
-            if isinstance(error, RecoveryFailed) or not self._store.check(["dead"]):
-                return error
-            reason = self._store.get("dead").decode()
-        except RuntimeError:
+    def _blame(self, error: Exception) -> RecoveryFailed:
+        """Why this rank cannot go on. It may only be that another one gave up and took its connections along."""
+        if isinstance(error, RecoveryFailed):
             return error
-        failure = RecoveryFailed(f"another rank gave up: {reason}")
+        reason = f"rank {self._rank} cannot go on: {type(error).__name__}: {error}"
+        with suppress(RuntimeError):  # the store is gone
+            if self._store.check(["dead"]):
+                reason = f"another rank gave up: {self._store.get('dead').decode()}"
+        failure = RecoveryFailed(reason)
         failure.__cause__ = error
         return failure
 

@@ -18,6 +18,8 @@ LAYOUTS = {
     "dp2": [],
     "ep2": ["--expert-model-parallel-size", "2", "--use-distributed-optimizer"],
     "pp2": ["--pipeline-model-parallel-size", "2"],
+    "pp2ep2": ["--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2"],
+    "ep2dp2": ["--expert-model-parallel-size", "2"],
 }
 OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
 STOCK_LAYOUTS = {
@@ -28,8 +30,9 @@ STOCK_LAYOUTS = {
     "pp2": ["--pipeline-model-parallel-size", "2", "--micro-batch-size", "4"],
     "pp2dp2": ["--pipeline-model-parallel-size", "2"],
     "ep2dp2": ["--expert-model-parallel-size", "2", "--micro-batch-size", "1"],
+    "pp2ep2": ["--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2"],
 }
-WORLD_SIZES = {"pp2dp2": 4, "ep2dp2": 4}
+WORLD_SIZES = {"pp2dp2": 4, "ep2dp2": 4, "pp2ep2": 4}
 
 
 def ask_versions(

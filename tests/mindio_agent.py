@@ -115,6 +115,9 @@ class _Scheduler:
         self._seen |= new
         return sorted(int(name.split(".")[1]) for name in new)
 
+    def died(self) -> bool:
+        return bool(self._unseen())
+
     def start_again(self, ranks: list[int]) -> None:
         for rank in ranks:
             (self._folder / f"wanted.{rank}").touch()

@@ -136,6 +136,8 @@ def _start(
     if settings.get("exchange") and run.session is not None:
         run.session.after_repair = mindio_agent.Exchange(run.session, settings["exchange"])
     _break(run, rank, settings)
+    _break_exchange(rank, settings)
+    _strike_callback(rank, settings, memory)
     return run
 
 
@@ -165,7 +167,8 @@ def _session(memory: Any, settings: dict[str, Any]) -> Any:
     ]
     untracked = settings.get(f"untracked_on_{training.rank}", settings.get("untracked", ()))
     states = [state for state in states if state.name not in untracked]
-    session = Session(Registry(states), memory=memory, is_fault=mindio.is_fault)
+    patience = settings.get("repair_timeout", 30.0)
+    session = Session(Registry(states), memory=memory, is_fault=mindio.is_fault, repair_timeout=patience)
     session.start()
     return session
 
@@ -214,6 +217,62 @@ def _break(run: Any, rank: int, settings: dict[str, Any]) -> None:
 
         for phase in ("stop", "clean", "before_rollback", "after_rollback"):
             setattr(run.session, phase, fail)
+
+
+def _strike_callback(rank: int, settings: dict[str, Any], memory: Any) -> None:
+    """A second fault, in a callback of the adaptor: ``strikes`` is the phase, the rank, and "uce", "bug" or "die"."""
+    phase, struck, kind = settings.get("strikes", ("", None, ""))
+    if rank != struck:
+        return
+    slots = sys.modules["mindio_ttp.framework_ttp.ttp_decorator"].save_handler._slots
+    context = slots[phase][1]
+
+    def strike(*args: Any) -> Any:
+        print(f"second fault: {kind} in {phase}", flush=True)
+        if kind == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+        if kind == "uce":
+            from toy import training
+
+            memory.strike([training.bias])
+            raise RuntimeError("UCE ERROR: in a callback")
+        raise ValueError("a bug in a callback")
+
+    slots[phase] = (strike, context)
+
+
+def _break_exchange(rank: int, settings: dict[str, Any]) -> None:
+    """What goes wrong while states move: ``breaks`` is the rank and "die", "hang", "payload", "step" or "catalogue"."""
+    broken, kind = settings.get("breaks", (None, ""))
+    if rank != broken:
+        return
+    from mindspeed_recovery.core import link, repair
+
+    if kind in ("die", "hang"):
+        for name in ("send_bytes", "recv_bytes"):
+
+            def end(self: Any, *args: Any) -> Any:
+                print(f"{kind} in the exchange", flush=True)
+                if kind == "hang":
+                    time.sleep(6)
+                    raise RuntimeError("hung")
+                os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(60)
+
+            setattr(link.Link, name, end)
+    elif kind == "payload":
+        checksum = link.checksum_of
+        link.checksum_of = lambda data: checksum(data) ^ 1
+    else:
+        init = repair.Exchange.__init__
+
+        def other_terms(self: Any, *args: Any, **options: Any) -> None:
+            init(self, *args, **options)
+            wrong = {"step": self._terms.step + 1} if kind == "step" else {"catalogue": "another"}
+            self._terms = dataclasses.replace(self._terms, **wrong)
+
+        repair.Exchange.__init__ = other_terms  # type: ignore[method-assign]
 
 
 def _faults(job: dict[str, Any], rank: int, memory: Any, model: Any) -> Any:

@@ -584,3 +584,55 @@ def test_rank_that_lost_its_copies_is_rolled_back_with_its_replica_after_an_upda
     # Its sums are the rank's own: nobody has them any more, so all ranks leave the line out.
     for rank in range(2):
         assert "the log line of step 3: not every rank has its sums any more" in result.log(rank)
+
+
+# ---- faults of the recovery itself -----------------------------------------------------------------------------------
+
+LOST = CASES["tracker-and-parameters"]
+
+
+@pytest.mark.parametrize("struck", [0, 1])
+@pytest.mark.parametrize("kind", ["uce", "bug"])
+@pytest.mark.parametrize("phase", ["stop", "clean", "repair", "rollback"])
+def test_second_fault_in_a_callback_ends_every_rank_with_an_error(run: Run, phase: str, kind: str, struck: int) -> None:
+    """As TFT has it: a callback that fails is tried again by nobody. What must not happen is that one rank goes on."""
+    result = run(*LOST, strikes=[phase, struck, kind])
+    assert result.codes == [2, 2], result.tail()
+    assert f"second fault: {kind} in {phase}" in result.log(struck)
+    assert "UCE ERROR: in a callback" in result.log(struck) or "a bug in a callback" in result.log(struck)
+
+
+AGENT = {"agent": True}
+"""The controller is not in one of the ranks, which may die."""
+
+
+@pytest.mark.parametrize("struck", [0, 1])
+@pytest.mark.parametrize("phase", ["stop", "repair", "rollback"])
+def test_rank_that_dies_in_a_callback_ends_every_rank(run: Run, phase: str, struck: int) -> None:
+    result = run(*LOST, strikes=[phase, struck, "die"], job=AGENT)
+    assert (result.codes[struck], result.codes[1 - struck]) == (-9, 2), result.tail()
+
+
+@pytest.mark.parametrize(
+    ("broken", "kind", "why"),
+    [
+        (0, "payload", "its bytes arrived damaged"),
+        (0, "step", "step 2 there, 3 here"),
+        (1, "step", "step 3 there, 2 here"),
+        (0, "catalogue", "another here"),
+    ],
+)
+def test_exchange_that_fails_ends_every_rank_and_says_why(run: Run, broken: int, kind: str, why: str) -> None:
+    """The state is one without which training is wrong."""
+    result = run(*LOST, lost_copies=True, repair_timeout=2.0, breaks=[broken, kind])
+    assert result.codes == [2, 2], result.tail()
+    (line,) = re.findall(r"not exact: (bias: .*)", result.log(1))[:1]
+    assert re.search(rf"tried start\(3\), update\(2\), replica 0 \(.*{why}", line), line
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("kind", ["die", "hang"])
+def test_rank_that_ends_in_the_middle_of_an_exchange_leaves_nobody_waiting(run: Run, kind: str, broken: int) -> None:
+    result = run(*LOST, lost_copies=True, repair_timeout=2.0, breaks=[broken, kind], job=AGENT)
+    assert (result.codes[broken], result.codes[1 - broken]) == (-9 if kind == "die" else 2, 2), result.tail()
+    assert f"the connection to rank {broken} failed" in result.log(1 - broken)

@@ -44,6 +44,7 @@ logger = logging.getLogger("mindspeed_recovery")
 
 DIGEST_STEPS = 50
 """Digests of the ranks' own states are published every so many steps, and in the first step after a recovery."""
+REPORTS_KEPT = 100
 
 
 class Session:
@@ -69,6 +70,8 @@ class Session:
         self.memory: DeviceMemory = memory or device_memory()
         self.copies = Copies(self.memory.host_empty)
         self.reports: list[Report] = []
+        """Of the last recoveries."""
+        self._recoveries = 0
         self._roots = dict(roots or {})
         self._strict = strict
         self._is_fault = is_fault or is_device_fault
@@ -316,7 +319,7 @@ class Session:
         Python."""
         with self._gate:
             self._recovering = True
-        self._report = Report(len(self.reports) + 1)
+        self._report = Report(self._recoveries + 1)
         self._tried = {}
 
     def clean(self, error_time: float | None = None) -> None:
@@ -458,6 +461,8 @@ class Session:
                         self._put_copy_back(state, kept, outcome)
                     report.unsafe += self._unsafe(state)
         self.reports.append(report)
+        del self.reports[:-REPORTS_KEPT]
+        self._recoveries += 1
         for outcome in report.outcomes.values():
             logger.debug("recovery %d: %s", report.number, outcome)
         for state in self.registry:

@@ -93,7 +93,7 @@ def reopen_all(epoch: int) -> None:
     sets the epoch of the groups to come.
 
     Raises ValueError unless ``epoch`` is greater than every epoch before: its store keys must be unused.
-    The keys stay in the store, a few for each group, member and epoch.
+    The keys, a few for each group, member and epoch, stay in the store until the epoch after the next.
     """
     with _state.lock:
         if epoch <= _state.epoch:
@@ -116,6 +116,7 @@ def reopen_all(epoch: int) -> None:
 def _connect_in_order(connections: list[_Connection]) -> None:
     for connection in connections:
         connection.connect()
+        connection.forget_old_keys()
     with _state.lock:
         _reap()
 
@@ -147,6 +148,11 @@ class _Membership:
     rank: int  # in the group
     size: int
     global_ranks: list[int]
+    written: dict[int, set[str]] = field(default_factory=dict)
+    """The keys in the store that this rank has written, by epoch."""
+
+    def store_of(self, epoch: int) -> dist.Store:
+        return PrefixStore(f"epoch{epoch}", self.store)
 
 
 class _ConnectError(RuntimeError):
@@ -161,12 +167,16 @@ class _AddressStore(dist.Store):
     where DNS is slow.
     """
 
-    def __init__(self, store: dist.Store, await_keys: Callable[[dist.Store, list[str]], None]) -> None:
+    def __init__(
+        self, store: dist.Store, await_keys: Callable[[dist.Store, list[str]], None], written: set[str]
+    ) -> None:
         super().__init__()
         self._store = store
         self._await_keys = await_keys
+        self._written = written
 
     def set(self, key: str, value: Any) -> None:
+        self._written.add(key)
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
@@ -180,6 +190,7 @@ class _AddressStore(dist.Store):
         return self._store.check(keys)
 
     def add(self, key: str, amount: int) -> int:
+        self._written.add(key)
         return self._store.add(key, amount)
 
 
@@ -214,13 +225,14 @@ class _Connection:
 
     def _build(self) -> None:
         member = self.membership
-        store = PrefixStore(f"epoch{self.epoch}", member.store)
+        store, written = member.store_of(self.epoch), member.written.setdefault(self.epoch, set())
         if member.size > 1:
             keys = [f"arrived/{rank}" for rank in range(member.size)]
+            written.add(keys[member.rank])
             store.set(keys[member.rank], "1")
             self._await_keys(store, keys)
         # Now that all members are about to call this constructor, it needs little time.
-        self._addresses = _AddressStore(store, self._await_keys)
+        self._addresses = _AddressStore(store, self._await_keys, written)
         limit = min(self.timeout, _CONNECT_TIMEOUT)
         gloo: Any = ProcessGroupGloo(self._addresses, member.rank, member.size, timeout=limit)
         gloo._set_default_timeout(self.timeout)
@@ -248,6 +260,16 @@ class _Connection:
                     "abort and reopen on all ranks, or restart"
                 )
             pause = min(2 * pause, 0.02)
+
+    def forget_old_keys(self) -> None:
+        """Of epochs before the last one. Since then all members have left them, threads that were still connecting too."""
+        member = self.membership
+        if self._failure is None:
+            for epoch in [epoch for epoch in member.written if epoch < self.epoch - 1]:
+                store = member.store_of(epoch)
+                with contextlib.suppress(RuntimeError):  # the store is gone
+                    for key in member.written.pop(epoch):
+                        store.delete_key(key)
 
     def mark_stopped(self, reason: str) -> None:
         """From now on all calls and waits raise ``RuntimeError(reason)``, once they notice."""

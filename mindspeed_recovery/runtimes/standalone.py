@@ -8,8 +8,8 @@ data position, here from host copies of its own. Module buffers, random generato
 
 Two differences, because a process here has no replicas to repair from: each rank repairs itself from its own copy, and
 where a rank does not hold the newest step (it failed inside its update) all ranks take the newest one that every rank
-holds. As in TFT a fault before the first optimizer update of the process is refused, and an error that is not a known
-fault ends the job on every rank.
+holds. A fault that hits a recovery begins it anew on every rank. As in TFT a fault before the first optimizer update of the
+process is refused, and an error that is not a known fault ends the job on every rank.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import json
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -41,6 +42,8 @@ FAULTS = {"UCE ERROR": "uce", "HCCL OP RETRY FAILED": "link"}
 _CAUSES = {"uce": "memory", "link": "link"}
 
 _POLL_SECONDS = 0.002
+_KEPT = 100
+"""So many of the last recoveries are remembered."""
 
 
 def is_fault(error: BaseException) -> bool:
@@ -48,9 +51,13 @@ def is_fault(error: BaseException) -> bool:
     return str(error).startswith(FORCE_STOP) or fault_kind(error) is not None
 
 
-def fault_kind(error: BaseException) -> str | None:
+def fault_kind(error: BaseException | str) -> str | None:
     """``"uce"``, ``"link"``, or None for an error that is not in the fault table."""
     return next((kind for text, kind in FAULTS.items() if text in str(error)), None)
+
+
+class _BegunAnew(Exception):
+    """Another rank has met a fault in this attempt at a recovery."""
 
 
 class Device(Protocol):
@@ -128,6 +135,36 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
     return {storage_key(tensor): tensor for tensor in tensors}
 
 
+class _Watch:
+    """Whether the next rank is alive: each rank gives signs of life in the store, and looks for those of one other. So every
+    wait for a rank that is gone ends, whatever it waits for, and costs the store the same with many ranks."""
+
+    def __init__(self, store: Any, rank: int, world_size: int, timeout: float) -> None:
+        self._store, self._timeout = store, timeout
+        self._mine, self._other = f"alive/{rank}", f"alive/{(rank + 1) % world_size}"
+        self._rank, self._alone = (rank + 1) % world_size, world_size == 1
+        self._due = self._seen_at = 0.0
+        self._seen = -1
+        self.begin()
+
+    def begin(self) -> None:
+        """Give the other rank its whole time, from now on."""
+        self._seen_at = time.monotonic()
+
+    def look(self) -> None:
+        """Call this often. Raises RecoveryFailed if there was no sign of life for the timeout."""
+        now = time.monotonic()
+        if self._alone or now < self._due:
+            return
+        self._due = now + self._timeout / 20
+        self._store.add(self._mine, 1)
+        seen = self._store.add(self._other, 0)
+        if seen != self._seen:
+            self._seen, self._seen_at = seen, now
+        elif now - self._seen_at > self._timeout:
+            raise RecoveryFailed(f"rank {self._rank} has given no sign of life for {self._timeout:.0f} s")
+
+
 class StandaloneRuntime:
     """Runs ``train`` on every rank and recovers it from device-memory and communication faults.
 
@@ -171,8 +208,10 @@ class StandaloneRuntime:
         self._kinds: dict[int, str] = {}
         self._left, self._resume, self._closed = threading.Event(), threading.Event(), threading.Event()
         self._failure: BaseException | None = None
+        self._watch = _Watch(store, rank, world_size, timeout)
+        self._written: deque[set[str]] = deque([set()])
         self.recoveries: list[dict[str, float]] = []
-        """Milliseconds by phase of each recovery."""
+        """Milliseconds by phase of each of the last recoveries."""
 
     # ---- training thread -------------------------------------------------------------------------------------------
 
@@ -211,6 +250,8 @@ class StandaloneRuntime:
                 updated = self._store.add(key, 0) >= self._world_size
                 if not updated:
                     time.sleep(_POLL_SECONDS)
+            if updated and self._rank == 0:  # for that update, every rank had seen the one before to be done
+                self._store.delete_key(self._key(f"updated/{step - 2}"))
         if self._sink is not None:
             self._sink.settle(step - 1)
             self._sink.begin(step)
@@ -231,7 +272,7 @@ class StandaloneRuntime:
         copy = min(self._copies, key=lambda copy: copy.step)
         copy.take(self._job, step, self._device.host_empty)
         self._lines = {step: line}
-        self._store.add(self._key(f"updated/{step}"), 1)
+        self._add(f"updated/{step}")
         with self._window:
             self._done, self._updating = step, False
             self._window.notify_all()
@@ -261,8 +302,8 @@ class StandaloneRuntime:
         if kind is not None:
             self._kind = kind
             logger.debug("rank %d: %s fault after step %d: %s", self._rank, kind, self._done, error)
-            self._store.set(self._key(f"done/{self._rank}"), str(self._done))
-            self._store.add(self._key("fault"), 1)
+            self._set(f"done/{self._rank}", str(self._done))
+            self._add("fault")
         elif not (str(error).startswith(FORCE_STOP) and self._stopping):
             self._die(f"rank {self._rank}: {type(error).__name__}: {error}")
             raise error
@@ -280,7 +321,7 @@ class StandaloneRuntime:
     def _finish(self) -> bool:
         """Wait until every rank has finished (True) or a recovery calls this rank back (False)."""
         key = self._key("finished")
-        self._store.add(key, 1)
+        self._add("finished")
         while self._store.add(key, 0) < self._world_size:
             if self._stopping or self._resume.is_set() or self._failure is not None:
                 return False
@@ -306,27 +347,75 @@ class StandaloneRuntime:
                 try:
                     if self._store.check([self._key("fault")]):
                         self._recover()
+                        self._watch.begin()
                     elif self._store.check(["dead"]):
                         raise RecoveryFailed(f"the job has ended on another rank: {self._store.get('dead').decode()}")
+                    else:
+                        self._watch.look()
                 except Exception as error:
                     if self._closed.is_set():
                         return
-                    self._failure = error  # first: whatever else fails, the training thread must not wait for ever
+                    # First: whatever else fails, the training thread must not wait for ever.
+                    self._failure = self._blame(error)
                     self._die(f"rank {self._rank}: {error}")
                     self._stop()
                     return
 
+    def _blame(self, error: Exception) -> RecoveryFailed:
+        """Why this rank cannot go on. It may only be that another one gave up and took its connections along."""
+        if isinstance(error, RecoveryFailed):
+            return error
+        reason = f"rank {self._rank} cannot go on: {type(error).__name__}: {error}"
+        with suppress(RuntimeError):  # the store is gone
+            if self._store.check(["dead"]):
+                reason = f"another rank gave up: {self._store.get('dead').decode()}"
+        failure = RecoveryFailed(reason)
+        failure.__cause__ = error
+        return failure
+
     def _recover(self) -> None:
-        began = time.perf_counter()
+        """Raises RecoveryFailed, and what is no fault of the device. A fault begins the recovery anew, on every rank: the
+        one that met it never comes to the next barrier, and the others are told there, or by the error of a collective
+        with it."""
         milliseconds: dict[str, float] = {}
+        for attempt in range(1, self._max_retries + 2):
+            try:
+                step = self._attempt(milliseconds)
+                break
+            except Exception as error:
+                kind = fault_kind(error)
+                if kind is None and not isinstance(error, _BegunAnew) and not self._begun_anew():
+                    raise
+                if attempt > self._max_retries:
+                    raise RecoveryFailed(f"a recovery was hit by faults {attempt} times; giving up: {error}") from error
+                logger.debug("rank %d: attempt %d at a recovery ends: %s", self._rank, attempt, error)
+                if kind is not None:
+                    self._kind = kind if kind == "uce" else self._kind or kind
+                    self._add("anew")
+                self._turn_page()
+        self._retries = {step: self._retries.get(step, 0) + 1}  # nobody falls back behind a step that all have held
+        self._tell(step, milliseconds)
+        self._turn_page()
+        self._kind = ""
+        self._left.clear()
+        self._stopping = False
+        self._resume.set()
+
+    def _begun_anew(self) -> bool:
+        return self._store.check([self._key("anew")])
+
+    def _attempt(self, milliseconds: dict[str, float]) -> int:
+        began = time.perf_counter()
 
         def lap(phase: str) -> None:
             nonlocal began
             now = time.perf_counter()
-            milliseconds[phase], began = (now - began) * 1e3, now
+            milliseconds[phase] = milliseconds.get(phase, 0.0) + (now - began) * 1e3
+            began = now
 
         self._stop()
         self._barrier("stopped")
+        self._forget()
         lap("stop")
         self._clean()
         lap("clean")
@@ -339,16 +428,12 @@ class StandaloneRuntime:
         self._rollback(copy, step, replay)
         self._barrier("rolled-back")
         lap("rollback")
-        self._tell(step, milliseconds)
-        self._epoch += 1
-        self._kind = ""
-        self._left.clear()
-        self._stopping = False
-        self._resume.set()
+        return step
 
     def _tell(self, step: int, milliseconds: dict[str, float]) -> None:
         """What happened, where people look: one line for the job, and the log."""
         self.recoveries.append(milliseconds)
+        del self.recoveries[:-_KEPT]
         level = logging.INFO if self._rank == 0 else logging.DEBUG
         if self._session is None:
             logger.log(level, "rank %d: back at step %d; %s", self._rank, step, milliseconds)
@@ -404,16 +489,16 @@ class StandaloneRuntime:
         rank must be repaired. Computed alike on every rank."""
         held = [copy.step for copy in self._copies if copy.step >= 0]
         mine = {"held": held, "done": self._done, "marks": self._marks, "kind": self._kind}
-        self._store.set(self._key(f"rank/{self._rank}"), json.dumps(mine))
+        self._set(f"rank/{self._rank}", json.dumps(mine))
         self._barrier("agreed")
         ranks = [json.loads(self._store.get(self._key(f"rank/{rank}"))) for rank in range(self._world_size)]
         common = set.intersection(*(set(rank["held"]) for rank in ranks))
         if not common:
             raise RecoveryFailed("no step is held by every rank; load the last checkpoint")
         step = max(common)
-        self._retries[step] = self._retries.get(step, 0) + 1
-        if self._retries[step] > self._max_retries:
-            raise RecoveryFailed(f"step {step + 1} failed {self._retries[step]} times; giving up")
+        tries = self._retries.get(step, 0) + 1
+        if tries > self._max_retries:
+            raise RecoveryFailed(f"step {step + 1} failed {tries} times; giving up")
         self._kinds = {number: rank["kind"] for number, rank in enumerate(ranks) if rank["kind"]}
         names = {name for rank in ranks for name in rank["marks"]}
         self._marks = {name: min(min(rank["marks"].get(name, self._first) for rank in ranks), step) for name in names}
@@ -432,15 +517,37 @@ class StandaloneRuntime:
         if replay:
             self.log(step)
         if self._session is not None:
-            self._session.after_rollback()
+            report = self._session.after_rollback()
+            hit = next((line for line in report.failures if fault_kind(line) is not None), None)
+            if hit is not None:
+                raise RuntimeError(hit)
 
     # ---- between ranks ---------------------------------------------------------------------------------------------
 
     def _key(self, name: str) -> str:
         return f"{self._epoch}/{name}"
 
+    def _add(self, name: str) -> None:
+        self._written[-1].add(key := self._key(name))
+        self._store.add(key, 1)
+
+    def _set(self, name: str, value: str) -> None:
+        self._written[-1].add(key := self._key(name))
+        self._store.set(key, value)
+
+    def _turn_page(self) -> None:
+        """From now on keys are other ones."""
+        self._epoch += 1
+        self._written.append(set())
+
+    def _forget(self) -> None:
+        """Once every rank is in this recovery, nobody reads keys of those before."""
+        while len(self._written) > 1:
+            for key in self._written.popleft():
+                self._store.delete_key(key)
+
     def _barrier(self, name: str) -> None:
-        self._store.add(self._key(name), 1)
+        self._add(name)
         self._wait(lambda: self._store.add(self._key(name), 0) >= self._world_size, f"all ranks to be {name}")
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
@@ -448,6 +555,8 @@ class StandaloneRuntime:
         while not condition():
             if self._store.check(["dead"]):
                 raise RecoveryFailed(f"another rank gave up: {self._store.get('dead').decode()}")
+            if self._begun_anew():
+                raise _BegunAnew("another rank has met a fault")
             if time.monotonic() > deadline:
                 raise RecoveryFailed(f"rank {self._rank}: waited {self._timeout:.0f} s for {what}")
             time.sleep(_POLL_SECONDS)

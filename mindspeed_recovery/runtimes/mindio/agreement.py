@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -21,6 +21,8 @@ logger = logging.getLogger("mindspeed_recovery")
 
 _PREFIX = "mindspeed-recovery/tft"
 _COMPLETE, _VOID = "complete", "void"
+_VOTES_KEPT = 8
+"""So many of the last votes stay in the store: nobody reads those of earlier recoveries any more."""
 _POLL_SECONDS = (0.001, 0.1)
 
 
@@ -37,6 +39,7 @@ class Agreement:
         self._place = place
         self._joined: Any = None
         self._taken: Counter[str] = Counter()
+        self._left: deque[tuple[Any, str, list[str]]] = deque()
         self.notes: list[str] = []
         """What ranks had to say with the last vote that was complete."""
 
@@ -66,7 +69,9 @@ class Agreement:
         place = self._place()
         if place is None:
             return False
-        return place.store.compare_set(f"{_PREFIX}/met/{recovery}/{place.rank}", "", word).decode() == word
+        key = f"{_PREFIX}/met/{recovery}/{place.rank}"
+        self._leave(place.store, recovery, [key])
+        return place.store.compare_set(key, "", word).decode() == word
 
     def words(self, recovery: str, ranks: Iterable[int]) -> dict[int, str | None]:
         """What these ranks have left; None for one that has not in time, which is then given up by all others alike."""
@@ -94,11 +99,15 @@ class Agreement:
             return None
         prefix = f"{_PREFIX}/vote/{recovery}/{self._taken[recovery]}"
         self._taken[recovery] += 1
+        keys = [f"{prefix}/{name}" for name in (*votes, "notes", "voters", "outcome")]
+        self._leave(store, recovery, keys)
         for name, vote in votes.items():
             if vote:
                 store.add(f"{prefix}/{name}", 1)
         if note:
-            store.set(f"{prefix}/note/{store.add(f'{prefix}/notes', 1)}", note)
+            number = store.add(f"{prefix}/notes", 1)
+            store.set(f"{prefix}/note/{number}", note)
+            keys.append(f"{prefix}/note/{number}")
         voters = store.add(f"{prefix}/voters", 1)
         if voters > size:  # a process that was started again does not know how often its rank has voted
             logger.warning("the ranks have lost count of their votes in recovery %s: no vote is taken", recovery)
@@ -116,6 +125,17 @@ class Agreement:
         notes = range(1, store.add(f"{prefix}/notes", 0) + 1)
         self.notes = sorted(store.get(f"{prefix}/note/{number}").decode() for number in notes)
         return {name: store.add(f"{prefix}/{name}", 0) for name in votes}
+
+    def _leave(self, store: Any, recovery: str, keys: list[str]) -> None:
+        """These keys come into the store for this recovery, and those of an old one go."""
+        self._left.append((store, recovery, keys))
+        if len(self._left) > _VOTES_KEPT:
+            old_store, old_recovery, old_keys = self._left.popleft()
+            if old_recovery not in (recovery for _, recovery, _ in self._left):
+                self._taken.pop(old_recovery, None)
+            if old_store is store:  # another one went with the rank that held it
+                for key in old_keys:
+                    store.delete_key(key)
 
     @staticmethod
     def _outcome(store: Any, key: str, deadline: float) -> str:

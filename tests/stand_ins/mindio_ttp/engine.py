@@ -157,8 +157,8 @@ class Processor:
 
 
 class Controller(threading.Thread):
-    """``scheduler``: who starts dead processes again, if somebody does: ``lost()`` names their ranks, ``start_again(ranks)``
-    asks for new ones."""
+    """``scheduler``: who starts dead processes again, if somebody does: ``lost()`` names their ranks, ``died()`` tells that
+    there are such, ``start_again(ranks)`` asks for new ones."""
 
     def __init__(self, world_size, stores, checkpoint, scheduler=None):
         super().__init__(name="tft-controller", daemon=True)
@@ -187,7 +187,8 @@ class Controller(threading.Thread):
         deadline = time.monotonic() + REPLY_SECONDS
         keys = {rank: f"tft/reply/{number}/{rank}" for rank in per_rank}
         while not self._store.check(list(keys.values())) and time.monotonic() < deadline:
-            if self._store.check(["tft/aborted"]):  # the connection of a rank that is gone is closed
+            # The connection of a rank that is gone is closed.
+            if self._store.check(["tft/aborted"]) or (self._scheduler is not None and self._scheduler.died()):
                 break
             time.sleep(POLL_SECONDS)
         return {rank: int(self._store.get(key)) if self._store.check([key]) else 1 for rank, key in keys.items()}

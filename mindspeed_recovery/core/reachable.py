@@ -270,7 +270,7 @@ def _own_name(value: Any) -> str | None:
         return None
     here: Any = sys.modules.get(module)
     for part in name.split("."):
-        here = (_attributes(here) or {}).get(part)
+        here = (attributes_of(here) or {}).get(part)
     return f"{module}:{name}" if here is value else None
 
 
@@ -295,7 +295,7 @@ def _step(holder: Any, rest: list[Any]) -> tuple[str, int]:
         step = _into_cache(holder, rest)
         if step is not None:
             return step
-    attributes = _attributes(holder)
+    attributes = attributes_of(holder)
     if attributes is not None and len(rest) > 1 and child is attributes:
         return _attribute(attributes, rest[1]), 2
     if _is(kind, type) and len(rest) > 1 and type(child) is dict:  # the dict behind the proxy
@@ -323,7 +323,7 @@ def _held(holder: Any, child: Any) -> bool:
     return any(referent is child for referent in gc.get_referents(holder))
 
 
-def _attributes(value: Any) -> Any:
+def attributes_of(value: Any) -> Any:
     """The dict, or proxy of one, of an object's attributes, past what its class may have put under that name; else None."""
     for cls in _MRO(type(value)):
         descriptor = type.__dict__["__dict__"].__get__(cls).get("__dict__")
@@ -398,7 +398,7 @@ def _into_cache(wrapper: Any, rest: list[Any]) -> tuple[str, int] | None:
     child, info = rest[0], functools._lru_cache_wrapper.cache_info(wrapper)
     referents = gc.get_referents(wrapper)
     if info.maxsize is None:
-        if len(rest) > 1 and type(child) is dict and child is not _attributes(wrapper):
+        if len(rest) > 1 and type(child) is dict and child is not attributes_of(wrapper):
             index = next((i for i, value in enumerate(list(child.values())) if value is rest[1]), None)
             return None if index is None else (f".<cache>[{index}]", 2)
         return None

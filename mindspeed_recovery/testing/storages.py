@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from mindspeed_recovery.core.reachable import attributes_of
 from mindspeed_recovery.core.values import storage_key
 
 PARAMETER, OPTIMIZER, BUFFER, STATE, HELD, TEMPORARY = "parameter", "optimizer", "buffer", "state", "held", "temporary"
@@ -133,6 +134,4 @@ def _children(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         if str(members.get("__module__")).split(".", 1)[0] not in _FOREIGN:
             yield from ((f"{path}.{name}", item) for name, item in list(members.items()))
     elif not type(value).__module__.startswith("mindspeed_recovery."):
-        namespace = getattr(value, "__dict__", None)
-        if isinstance(namespace, dict):
-            yield path, namespace
+        yield path, attributes_of(value)

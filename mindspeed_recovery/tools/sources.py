@@ -41,18 +41,18 @@ class SourceFile:
     is_package: bool = False
     compiled: bool = False
 
-    def text(self) -> str:
-        """The text, decoded as Python would. Raises SourceError."""
-        data = self._data()
+    def text(self, data: bytes | None = None) -> str:
+        """The text, decoded as Python would; of ``data``, where that is read already. Raises SourceError."""
+        data = self.data() if data is None else data
         try:
             encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
             return data.decode(encoding)
         except (SyntaxError, UnicodeDecodeError, LookupError) as error:
             raise SourceError(f"{self.path}: not text: {error}") from None
 
-    def parse(self) -> ast.Module:
-        """The syntax tree. Raises SourceError."""
-        data = self._data()
+    def parse(self, data: bytes | None = None) -> ast.Module:
+        """The syntax tree; of ``data``, where that is read already. Raises SourceError."""
+        data = self.data() if data is None else data
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # odd escapes in a source that is only read
@@ -62,7 +62,8 @@ class SourceFile:
         except (ValueError, RecursionError, MemoryError) as error:
             raise SourceError(f"{self.path}: cannot be parsed: {type(error).__name__}: {error}") from None
 
-    def _data(self) -> bytes:
+    def data(self) -> bytes:
+        """What the file contains. Raises SourceError, also for a file that is too large."""
         if self.compiled:
             raise SourceError(f"{self.path}: a compiled module has no source")
         try:

@@ -25,7 +25,7 @@ ClassId = tuple[str, str]
 
 _DEPTH = 20
 _MOST_OBJECTS = 16  # classes, functions and places that one value may be: beyond that it may be anything
-_MOST_HOPS = 8  # calls that a tensor is followed through
+_MOST_HOPS = 8  # arguments and results that a tensor is followed through
 
 
 class Evidence(NamedTuple):
@@ -41,13 +41,20 @@ class Evidence(NamedTuple):
 @dataclass
 class _Node:
     key: Key
-    evidence: dict[Holds, Evidence]
-    objects: dict[Label, None]
-    edges: list[tuple[int, int]]  # node, and one of the modes below
+    evidence: dict[tuple[Holds, Context], Evidence]
+    objects: dict[Label, dict[Context, None]]
+    edges: list[_Edge]
     listeners: list[tuple[Any, ...]]
+    forgets: bool  # a place that outlives calls: what is read from it was put there by anybody
 
 
-_ALL, _OPERATION, _CALL, _WEAK = 0, 1, 2, 3
+Context = tuple[int, ...]
+"""The calls, innermost last, through whose arguments something came: it leaves a function by the call that it came by."""
+_Edge = tuple[int, int, int]
+"""To which node, how (below), and by which call."""
+_ALL, _OPERATION, _ARGUMENT, _RESULT, _WEAK = range(5)
+_MOST_CALLS = 2  # of a context
+_MOST_CONTEXTS = 12
 
 
 class Linked:
@@ -73,6 +80,8 @@ class Linked:
         self._mros: dict[ClassId, tuple[list[ClassId], list[str]]] = {}
         self._waiting: deque[tuple[int, Any, Any]] = deque()
         self._connected: set[tuple[Any, ...]] = set()
+        self._sites: dict[tuple[str, Any], int] = {}
+        self._has_edge: set[tuple[int, int, int, int]] = set()
         self._by_metaclass: dict[ClassId, list[ClassId]] = defaultdict(list)
         for facts in self.modules.values():
             self._seed(facts)
@@ -85,7 +94,11 @@ class Linked:
     def evidence(self, key: Key) -> dict[Holds, Evidence]:
         """What is at a place, by itself or in a container."""
         number = self._ids.get(key)
-        return self._nodes[number].evidence if number is not None else {}
+        best: dict[Holds, Evidence] = {}
+        for (holds, _), evidence in self._nodes[number].evidence.items() if number is not None else ():
+            if holds not in best or evidence.level > best[holds].level:
+                best[holds] = evidence
+        return best
 
     def objects(self, key: Key) -> list[Label]:
         """``("I", module, class)``, ``("F", module, function)``, ``("B", module, function, module, class)`` … at a place."""
@@ -188,15 +201,24 @@ class Linked:
         number = self._ids.get(key)
         if number is None:
             number = self._ids[key] = len(self._nodes)
-            self._nodes.append(_Node(key, {}, {}, [], []))
             kind = key[0]
-            if kind in ("g", "A", "cell", "d"):
+            self._nodes.append(_Node(key, {}, {}, [], [], kind in ("g", "A", "cell", "d", "fa")))
+            if kind in ("g", "A", "cell", "d") and not (kind == "g" and self._is_defined(key)):
                 self._object(number, ("L", number))
                 if kind == "A":
                     self.attributes[key[1], key[2]][key[3]] = None
             elif kind == "m":
                 self._object(number, ("M", key[1]))
         return number
+
+    def _is_defined(self, key: Key) -> bool:
+        """Whether a global is a function or a class: what is put into it is an attribute, not the thing itself."""
+        facts = self.modules[key[1]]
+        return key[2] in facts.functions or key[2] in facts.classes
+
+    def _site(self, module: str, number: Any) -> int:
+        """A number for a call."""
+        return self._sites.setdefault((module, number), len(self._sites) + 1)
 
     def _seed(self, facts: ModuleFacts) -> None:
         module = facts.module
@@ -249,9 +271,10 @@ class Linked:
         kind = place[0]
         if kind == "g":
             key = self.name(module, place[1])
-            if key is not None and key[0] == "g":
+            if key is not None and key[0] == "g" and not self._is_defined(key):
                 self.writes[key].append((module, flow))
-                self._put(module, flow.values, self._node(key))
+                if how in ("=", "+=", "use", "globals()", "setattr") or how.endswith("_"):
+                    self._put(module, flow.values, self._node(key))
         elif kind == "cell" or (kind == "p" and how in ("use", "default")):
             key = (kind, module, *place[1:])
             if kind == "cell":
@@ -319,12 +342,12 @@ class Linked:
         elif kind == ".":
             self._listen(source, ("get", atom[2], number))
         elif kind == "()":
-            self._listen(source, ("result", None, number, module))
+            self._listen(source, ("result", None, number, module, atom[2]))
         elif kind == "i":
             inner = atom[1]
             called = self._atom(module, inner[1])
             if called is not None:
-                self._listen(called, ("result", atom[2], number, module))
+                self._listen(called, ("result", atom[2], number, module, inner[2]))
         elif kind == "new":
             self._listen(source, ("new", number))
         return number
@@ -339,41 +362,75 @@ class Linked:
 
     # ---- labels -----------------------------------------------------------------------------------------------------
 
-    def _edge(self, source: int, target: int, mode: int = _ALL) -> None:
-        node = self._nodes[source]
-        if (target, mode) in node.edges:
+    def _edge(self, source: int, target: int, mode: int = _ALL, site: int = 0) -> None:
+        if (source, target, mode, site) in self._has_edge:
             return
-        node.edges.append((target, mode))
-        for holds, evidence in list(node.evidence.items()):
-            self._travel(target, mode, holds, evidence)
-        if mode in (_ALL, _CALL):
-            for label in list(node.objects):
-                self._object(target, label)
+        self._has_edge.add((source, target, mode, site))
+        node = self._nodes[source]
+        edge = (target, mode, site)
+        node.edges.append(edge)
+        for (holds, context), evidence in list(node.evidence.items()):
+            self._travel(edge, holds, context, evidence)
+        for label, contexts in list(node.objects.items()):
+            for context in list(contexts):
+                self._carry(edge, label, context)
 
-    def _travel(self, target: int, mode: int, holds: Holds, evidence: Evidence) -> None:
+    def _passed(self, edge: _Edge, context: Context) -> Context | None:
+        """The context beyond an edge; None if it cannot be passed."""
+        if edge[1] == _ARGUMENT:
+            return (*context, edge[2])[-_MOST_CALLS:]
+        if edge[1] == _RESULT and context:
+            return context[:-1] if context[-1] == edge[2] else None
+        return context
+
+    def _travel(self, edge: _Edge, holds: Holds, context: Context, evidence: Evidence) -> None:
+        target, mode, _ = edge
+        beyond = self._passed(edge, context)
+        if beyond is None:
+            return
         if mode in (_OPERATION, _WEAK):
             if holds in (Holds.HANDLE, Holds.RNG):
                 return
             holds = Holds.TENSOR
             if mode == _WEAK:
                 evidence = evidence._replace(level=min(evidence.level, words.LOW))
-        elif mode == _CALL:
+        elif mode != _ALL:
             if evidence.hops >= _MOST_HOPS:
                 return
             evidence = evidence._replace(hops=evidence.hops + 1)
-        self._evidence(target, holds, evidence)
+        self._evidence(target, holds, evidence, beyond)
 
-    def _evidence(self, target: int, holds: Holds, evidence: Evidence) -> None:
-        known = self._nodes[target].evidence.get(holds)
+    def _carry(self, edge: _Edge, label: Label, context: Context) -> None:
+        if edge[1] in (_OPERATION, _WEAK):
+            return
+        beyond = self._passed(edge, context)
+        if beyond is not None:
+            self._object(edge[0], label, beyond)
+
+    def _evidence(self, target: int, holds: Holds, evidence: Evidence, context: Context = ()) -> None:
+        node = self._nodes[target]
+        if node.forgets:
+            context = ()
+        known = node.evidence.get((holds, context))
+        if known is None and context and len(node.evidence) >= _MOST_CONTEXTS:
+            return
         if known is None or evidence.level > known.level:
-            self._nodes[target].evidence[holds] = evidence
-            self._waiting.append((target, holds, evidence))
+            node.evidence[holds, context] = evidence
+            self._waiting.append((target, (holds, context), evidence))
 
-    def _object(self, target: int, label: Label) -> None:
-        objects = self._nodes[target].objects
-        if label not in objects and len(objects) < _MOST_OBJECTS:
-            objects[label] = None
-            self._waiting.append((target, None, label))
+    def _object(self, target: int, label: Label, context: Context = ()) -> None:
+        node = self._nodes[target]
+        if node.forgets:
+            context = ()
+        contexts = node.objects.get(label)
+        if contexts is None:
+            if len(node.objects) >= _MOST_OBJECTS:
+                return
+            contexts = node.objects[label] = {}
+        elif context in contexts or len(contexts) >= _MOST_CONTEXTS:
+            return
+        contexts[context] = None
+        self._waiting.append((target, context, label))
 
     def _listen(self, source: int, listener: tuple[Any, ...]) -> None:
         node = self._nodes[source]
@@ -384,18 +441,18 @@ class Linked:
     def _settle(self) -> None:
         waiting, nodes = self._waiting, self._nodes
         while waiting:
-            number, holds, what = waiting.popleft()
+            number, where, what = waiting.popleft()
             node = nodes[number]
-            if holds is not None:
-                if node.evidence[holds] is what:
-                    for target, mode in list(node.edges):
-                        self._travel(target, mode, holds, what)
+            if isinstance(what, Evidence):
+                if node.evidence[where] is what:
+                    for edge in list(node.edges):
+                        self._travel(edge, *where, what)
                 continue
-            for target, mode in list(node.edges):
-                if mode in (_ALL, _CALL):
-                    self._object(target, what)
-            for listener in list(node.listeners):
-                self._tell(number, listener, what)
+            for edge in list(node.edges):
+                self._carry(edge, what, where)
+            if len(node.objects[what]) == 1:  # its first context
+                for listener in list(node.listeners):
+                    self._tell(number, listener, what)
 
     def _tell(self, source: int, listener: tuple[Any, ...], label: Label) -> None:
         """One more thing that the value at ``source`` may be."""
@@ -407,7 +464,7 @@ class Linked:
         elif what == "call":
             self._connect(listener[1], listener[2], listener[3], label)
         elif what == "result":
-            self._result(listener[1], listener[2], label)
+            self._result(listener[1], listener[2], self._site(listener[3], listener[4]), label)
         elif what == "store" and label[0] == "L":
             key = self._nodes[label[1]].key
             module, flow = listener[1], listener[2]
@@ -436,7 +493,7 @@ class Linked:
                 if method is not None:
                     function = self.modules[owner[0]].functions[method]
                     if function.is_property and kind == "I":
-                        self._edge(self._node(("ret", owner[0], method, None)), target, _CALL)
+                        self._edge(self._node(("ret", owner[0], method, None)), target, _RESULT)
                     elif function.receiver and (kind == "I" or function.receiver == "cls"):
                         self._object(target, ("B", owner[0], method, *cls))
                     else:
@@ -473,9 +530,12 @@ class Linked:
         elif kind in ("I", "C"):
             key = ("A", *self._definers((label[1], label[2]), name)[0], name)
             if not use:
+                base = self._nodes[source].key
+                named = base[0] == "g" or (base[0] == "v" and (base[2][0] == "c" or base[2][1:2] and base[2][1][0] in "gm"))
+                if kind == "C" and not named:
+                    return  # a class that was handed over: which one is anybody's guess
                 if kind == "C" and flow.values and flow.function in self.modules[module].functions:
                     self.class_writes.add(key)
-                base = self._nodes[source].key
                 if kind == "I" and base[0] == "g":
                     self.paths[base][name].append((module, flow))
         elif kind == "F" and not use and label[1] in self.modules:
@@ -511,19 +571,20 @@ class Linked:
             if facts.star >= 0:
                 index = min(index, facts.star)
             if index < count and atoms:
-                self._argument(module, atoms, self._node(("p", *function, index)))
+                self._argument(module, atoms, self._node(("p", *function, index)), self._site(module, number))
         for name, atoms in call.keywords:
             if name in facts.parameters and atoms:
-                self._argument(module, atoms, self._node(("p", *function, facts.parameters.index(name))))
+                self._argument(module, atoms, self._node(("p", *function, facts.parameters.index(name))), self._site(module, number))
 
-    def _argument(self, module: str, atoms: Atoms, target: int) -> None:
+    def _argument(self, module: str, atoms: Atoms, target: int, site: int) -> None:
         for atom in atoms:
             if atom[0] == "!":
-                self._put(module, (atom,), target)
+                holds, level, text = atom[1]
+                self._evidence(target, holds, Evidence(level, 0, text, module, atom[2]), (site,))
             else:
                 source = self._atom(module, atom)
                 if source is not None:
-                    self._edge(source, target, _CALL)
+                    self._edge(source, target, _ARGUMENT, site)
 
     def _fields(self, cls: ClassId, module: str, call: Call) -> None:
         """The arguments of a dataclass."""
@@ -543,7 +604,7 @@ class Linked:
                     return owner[0], method
         return None
 
-    def _result(self, index: int | None, target: int, label: Label) -> None:
+    def _result(self, index: int | None, target: int, site: int, label: Label) -> None:
         kind = label[0]
         function: tuple[str, str] | None = None
         if kind in ("F", "B"):
@@ -557,7 +618,7 @@ class Linked:
         if function is None:
             return
         if index is None:
-            self._edge(self._node(("ret", *function, None)), target, _CALL)
+            self._edge(self._node(("ret", *function, None)), target, _RESULT, site)
         else:
-            self._edge(self._node(("ret", *function, index)), target, _CALL)
-            self._edge(self._node(("ret", *function, -1)), target, _CALL)
+            self._edge(self._node(("ret", *function, index)), target, _RESULT, site)
+            self._edge(self._node(("ret", *function, -1)), target, _RESULT, site)

@@ -111,7 +111,7 @@ class _Rules:
     def _global(self, facts: ModuleFacts, name: str) -> Iterator[Finding]:
         key = ("g", facts.module, name)
         writes = self._linked.writes.get(key, [])
-        if not writes and (name in facts.functions or name in facts.classes):
+        if name in facts.functions or name in facts.classes:
             return
         if facts.imports.get(name) and not writes:
             return

@@ -14,7 +14,7 @@ to. They are flows: *this value is put there*. A value is a set of atoms, tuples
 ``(".", a, x)``     attribute x of the atom a; ``("()", a, n)`` the result of calling it, the n-th call of the module
 ``("+", a)``        a tensor if a is one: the result of an operation
 ``("x", b, a)``     the same, if b is a function of no module that is read
-``("i", a, k)``     item k of a tuple that a call returned
+``("i", a, k)``     item k of a tuple that a call returned; ``("e", a)`` a container that has the atom in it
 ==================  ====================================================================================
 
 Nothing is executed. The order of statements counts within a function, branches are joined.
@@ -79,6 +79,8 @@ class FunctionFacts:
     nested: bool
     decorators: Atoms = NOTHING
     cells: set[tuple[str, str]] = field(default_factory=set)
+    denied: dict[int, str] = field(default_factory=dict)
+    """What the annotation of a parameter rules out, by index; of the result, under -1. See `audit_words.denies`."""
 
 
 @dataclass
@@ -94,6 +96,7 @@ class ClassFacts:
     attributes: dict[str, tuple[int, str]] = field(default_factory=dict)
     methods: dict[str, str] = field(default_factory=dict)
     registered: set[str] = field(default_factory=set)
+    denied: dict[str, str] = field(default_factory=dict)
     rebound: set[str] = field(default_factory=set)
     """Attributes that a method gives each instance anew."""
     decorators: Atoms = NOTHING
@@ -112,6 +115,7 @@ class ModuleFacts:
     globals: dict[str, int] = field(default_factory=dict)
     containers: set[str] = field(default_factory=set)
     queues: set[str] = field(default_factory=set)
+    denied: dict[str, str] = field(default_factory=dict)
     late_imports: dict[str, list[int]] = field(default_factory=dict)
     functions: dict[str, FunctionFacts] = field(default_factory=dict)
     classes: dict[str, ClassFacts] = field(default_factory=dict)
@@ -157,7 +161,7 @@ def _join(*values: Atoms) -> Atoms:
 
 def _depth(atom: Atom) -> int:
     depth = 0
-    while atom[0] in (".", "()", "+", "i"):
+    while atom[0] in (".", "()", "+", "i", "e"):
         atom, depth = atom[1], depth + 1
     return depth
 
@@ -172,6 +176,34 @@ def _result(atoms: Atoms) -> Atoms:
         elif atom[0] not in ("f", "c", "s"):
             made.append(atom if atom[0] == "+" else ("+", atom))
     return tuple(made)
+
+
+def _contained(atoms: Atoms) -> Atoms:
+    """A container of these."""
+    return tuple(atom if atom[0] in ("!", "+", "x", "e", "f", "c") else ("e", atom) for atom in atoms)
+
+
+def _leaves(node: ast.expr | None) -> list[str]:
+    """The names in an annotation."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        try:
+            node = ast.parse(node.value, mode="eval").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return ["?"]
+    if isinstance(node, ast.Constant):
+        return [str(node.value)]
+    if isinstance(node, (ast.Name, ast.Attribute)):
+        return [dotted(node) or "?"]
+    if isinstance(node, ast.Subscript):
+        outer = dotted(node.value)
+        if outer.rpartition(".")[2] in ("Callable", "Literal", "Type", "type"):
+            return ["int" if outer.endswith("Literal") else outer]
+        return [outer, *_leaves(node.slice)]
+    if isinstance(node, (ast.Tuple, ast.List)):
+        return [name for item in node.elts for name in _leaves(item)]
+    if isinstance(node, ast.BinOp):
+        return [*_leaves(node.left), *_leaves(node.right)]
+    return ["?"]
 
 
 class _Scope:
@@ -299,6 +331,14 @@ class _Scope:
     def _annotated(self, node: ast.AnnAssign) -> None:
         promised = self.annotation(node.annotation)
         target = node.target
+        denied = words.denies(_leaves(node.annotation))
+        if denied:
+            if isinstance(target, ast.Name) and self.owner is not None and not self.is_function:
+                self.owner.denied[target.id] = denied
+            elif isinstance(target, ast.Name) and self._is_global(target.id):
+                self.facts.denied[target.id] = denied
+            elif isinstance(target, ast.Attribute) and self.owner is not None and dotted(target.value) == "self":
+                self.owner.denied[target.attr] = denied
         if self.owner is not None and not self.is_function and isinstance(target, ast.Name):
             kind = "field" if self.owner.is_record else _shape(node.value)
             if node.value is not None or self.owner.is_record:
@@ -380,10 +420,14 @@ class _Scope:
             tuple(atom for d in decorators for atom in self.value(d.func if isinstance(d, ast.Call) else d)),
         )
         self.facts.functions[name] = record
+        if getattr(node, "returns", None) is not None and (denied := words.denies(_leaves(node.returns))):
+            record.denied[-1] = denied
         for index, default in defaults.items():
             if value := self.value(default):
                 self._flow(("p", name, index), value, "default", node.lineno)
         for index, argument in positions.items():
+            if argument.annotation is not None and (denied := words.denies(_leaves(argument.annotation))):
+                record.denied[index] = denied
             if argument.annotation is not None and (promised := self.annotation(argument.annotation)):
                 self._flow(("p", name, index), promised, "use", node.lineno)
         for argument in (arguments.vararg, arguments.kwarg):
@@ -632,12 +676,12 @@ class _Scope:
         return _join(self.value(node.body), self.value(node.orelse))
 
     def _elements(self, node: ast.Tuple | ast.List | ast.Set) -> Atoms:
-        return _join(*(self.value(item) for item in node.elts))
+        return _contained(_join(*(self.value(item) for item in node.elts)))
 
     def _mapping(self, node: ast.Dict) -> Atoms:
         for key in node.keys:
             self.value(key)
-        return _join(*(self.value(item) for item in node.values))
+        return _contained(_join(*(self.value(item) for item in node.values)))
 
     def _inner(self, node: ast.Starred | ast.Await | ast.YieldFrom | ast.FormattedValue) -> Atoms:
         return self.value(node.value)
@@ -862,7 +906,7 @@ class _Scope:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             try:
                 node = ast.parse(node.value, mode="eval").body
-            except (SyntaxError, ValueError):
+            except (SyntaxError, ValueError, RecursionError, MemoryError):
                 return NOTHING
         if isinstance(node, (ast.Name, ast.Attribute)):
             name = self._canonical(node).replace(":", ".") or dotted(node)

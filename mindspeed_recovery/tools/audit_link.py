@@ -45,6 +45,7 @@ class _Node:
     objects: dict[Label, dict[Context, None]]
     edges: list[_Edge]
     listeners: list[tuple[Any, ...]]
+    denied: str  # what its annotation rules out
     forgets: bool  # a place that outlives calls: what is read from it was put there by anybody
 
 
@@ -52,7 +53,7 @@ Context = tuple[int, ...]
 """The calls, innermost last, through whose arguments something came: it leaves a function by the call that it came by."""
 _Edge = tuple[int, int, int]
 """To which node, how (below), and by which call."""
-_ALL, _OPERATION, _ARGUMENT, _RESULT, _WEAK = range(5)
+_ALL, _OPERATION, _ARGUMENT, _RESULT, _WEAK, _ELEMENT = range(6)
 _MOST_CALLS = 2  # of a context
 _MOST_CONTEXTS = 12
 
@@ -202,7 +203,7 @@ class Linked:
         if number is None:
             number = self._ids[key] = len(self._nodes)
             kind = key[0]
-            self._nodes.append(_Node(key, {}, {}, [], [], kind in ("g", "A", "cell", "d", "fa")))
+            self._nodes.append(_Node(key, {}, {}, [], [], self._denied(key), kind in ("g", "A", "cell", "d", "fa")))
             if kind in ("g", "A", "cell", "d") and not (kind == "g" and self._is_defined(key)):
                 self._object(number, ("L", number))
                 if kind == "A":
@@ -210,6 +211,17 @@ class Linked:
             elif kind == "m":
                 self._object(number, ("M", key[1]))
         return number
+
+    def _denied(self, key: Key) -> str:
+        if key[0] == "g":
+            return self.modules[key[1]].denied.get(key[2], "")
+        if key[0] == "A":
+            return self.class_facts((key[1], key[2])).denied.get(key[3], "")
+        if key[0] == "p":
+            return self.modules[key[1]].functions[key[2]].denied.get(key[3], "")
+        if key[0] == "ret":
+            return self.modules[key[1]].functions[key[2]].denied.get(-1, "") if key[2] else ""
+        return ""
 
     def _is_defined(self, key: Key) -> bool:
         """Whether a global is a function or a class: what is put into it is an attribute, not the thing itself."""
@@ -290,7 +302,7 @@ class Linked:
             if target is not None and (flow.values or kind in ("g", ".")):
                 self._listen(target, ("store", module, flow))
 
-    def _put(self, module: str, values: Atoms, target: int) -> None:
+    def _put(self, module: str, values: Atoms, target: int, mode: int = _ALL) -> None:
         for atom in values:
             if atom[0] == "!":
                 holds, level, text = atom[1]
@@ -298,7 +310,7 @@ class Linked:
             else:
                 source = self._atom(module, atom)
                 if source is not None and source != target:
-                    self._edge(source, target)
+                    self._edge(source, target, mode)
 
     def _atom(self, module: str, atom: Atom) -> int | None:
         """The node whose labels are those of an atom; None for what is certainly outside."""
@@ -339,6 +351,8 @@ class Linked:
         number = self._node(key)
         if kind == "+":
             self._edge(source, number, _OPERATION)
+        elif kind == "e":
+            self._edge(source, number, _ELEMENT)
         elif kind == ".":
             self._listen(source, ("get", atom[2], number))
         elif kind == "()":
@@ -394,21 +408,23 @@ class Linked:
             holds = Holds.TENSOR
             if mode == _WEAK:
                 evidence = evidence._replace(level=min(evidence.level, words.LOW))
-        elif mode != _ALL:
+        elif mode in (_ARGUMENT, _RESULT):
             if evidence.hops >= _MOST_HOPS:
                 return
             evidence = evidence._replace(hops=evidence.hops + 1)
         self._evidence(target, holds, evidence, beyond)
 
     def _carry(self, edge: _Edge, label: Label, context: Context) -> None:
-        if edge[1] in (_OPERATION, _WEAK):
-            return
+        if edge[1] in (_OPERATION, _WEAK) or (edge[1] == _ELEMENT and label[0] == "L"):
+            return  # a container is not the place that its element stands at
         beyond = self._passed(edge, context)
         if beyond is not None:
             self._object(edge[0], label, beyond)
 
     def _evidence(self, target: int, holds: Holds, evidence: Evidence, context: Context = ()) -> None:
         node = self._nodes[target]
+        if node.denied and (node.denied == "everything" or holds is Holds.TENSOR):
+            return
         if node.forgets:
             context = ()
         known = node.evidence.get((holds, context))
@@ -470,7 +486,7 @@ class Linked:
             module, flow = listener[1], listener[2]
             if (module, flow) not in self.writes[key][-3:]:
                 self.writes[key].append((module, flow))
-            self._put(module, flow.values, label[1])
+            self._put(module, flow.values, label[1], _ELEMENT)
         elif what == "new" and label[0] == "C":
             self._object(listener[1], ("I", *label[1:]))
 

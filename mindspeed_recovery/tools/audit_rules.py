@@ -246,7 +246,9 @@ class _Rules:
                 elif cls in lived and writes:
                     evidence = self._linked.evidence(key).get(Holds.TENSOR)
                     parameter = self._linked.evidence(key).get(Holds.PARAMETER)
-                    if evidence is None or (parameter is not None and parameter.level >= evidence.level):
+                    handle = self._linked.evidence(key).get(Holds.HANDLE)
+                    others = [other.level for other in (parameter, handle) if other is not None]
+                    if evidence is None or (others and max(others) >= evidence.level):
                         continue
                     rule = {"module": "AUD201", "optimizer": "AUD202"}.get(lived[cls], "AUD203")
                     yield self._finding(

@@ -125,6 +125,24 @@ CONTAINERS = frozenset(
 QUEUES = frozenset("deque Queue SimpleQueue LifoQueue PriorityQueue".split())
 CACHES = frozenset("lru_cache cache cached".split())
 
+_SCALARS = frozenset(
+    "int float bool str bytes complex dtype device Size Path PathLike Enum Number ndarray Namespace slice range "
+    "Callable Type type".split()
+)
+_WRAPPERS = frozenset(
+    "Optional Union None List Dict Tuple Set Sequence Iterable Iterator Mapping MutableMapping Literal Final ClassVar list "
+    "dict tuple set frozenset FrozenSet Collection Annotated Deque deque DefaultDict OrderedDict".split()
+)
+
+
+def denies(names: list[str]) -> str:
+    """What an annotation of these names rules out: ``everything`` (numbers and texts), ``tensors`` (a handle), or nothing."""
+    told = {name.rsplit(".", 1)[-1] for name in names} - _WRAPPERS
+    if told and told <= _SCALARS:
+        return "everything"
+    return "tensors" if told and told <= _HANDLE_TYPES | _SCALARS else ""
+
+
 Word = tuple[Holds, int, str]
 """What, how sure, and why."""
 

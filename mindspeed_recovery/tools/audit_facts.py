@@ -14,6 +14,7 @@ to. They are flows: *this value is put there*. A value is a set of atoms, tuples
 ``(".", a, x)``     attribute x of the atom a; ``("()", a, n)`` the result of calling it, the n-th call of the module
 ``("+", a)``        a tensor if a is one: the result of an operation
 ``("x", b, a)``     the same, if b is a function of no module that is read
+``("super", c)``    what c inherits; ``("meta", c)`` an instance of a class that c is the metaclass of
 ``("i", a, k)``     item k of a tuple that a call returned; ``("e", a)`` a container that has the atom in it
 ==================  ====================================================================================
 
@@ -164,6 +165,12 @@ def _depth(atom: Atom) -> int:
     while atom[0] in (".", "()", "+", "i", "e"):
         atom, depth = atom[1], depth + 1
     return depth
+
+
+def _root(atom: Atom) -> Atom:
+    while atom[0] in (".", "()", "+", "i", "e", "x"):
+        atom = atom[1]
+    return atom
 
 
 def _result(atoms: Atoms) -> Atoms:
@@ -478,6 +485,11 @@ class _Scope:
         elif isinstance(target, ast.Subscript):
             name = self._computed_global(target)
             if name:
+                if name == "globals":
+                    value = _result(value)
+                    if any(_root(atom)[0] in ("p", "cell") for atom in value):
+                        why = "put under a computed name; what it is cannot be told"
+                        value = (("!", (words.Holds.TENSOR, words.MEDIUM, why), line),)
                 self.facts.globals.setdefault(name, line)
                 self._flow(("g", name), value, "globals()", line)
                 return
@@ -578,7 +590,7 @@ class _Scope:
         key = node.slice
         if isinstance(key, ast.Constant) and isinstance(key.value, str) and key.value.isidentifier():
             return key.value
-        return dotted(key).rpartition(".")[2] if dotted(key) else "globals"
+        return "globals"
 
     def _is_namespace(self, node: ast.expr) -> bool:
         if isinstance(node, ast.Call):
@@ -597,6 +609,8 @@ class _Scope:
         if not self.is_function and self.owner is not None and name in self.env:
             return self.env[name]
         if self.is_function and name in self.env and name not in self.globals:
+            if self.nested and self.record is not None:  # a function within this one may have put something there
+                return _join(self.env[name], (("cell", self.name, name),))
             return self.env[name]
         if name not in self.globals:
             owner = self._captured_from(name)
@@ -640,6 +654,8 @@ class _Scope:
                 made.append((".", atom, attribute))
                 if attribute in words.TENSOR_ATTRIBUTES:
                     made.append(("+", atom))
+        if attribute in ("weight", "bias") and base and made:
+            made.append(("!", (words.Holds.PARAMETER, words.MEDIUM, f"a .{attribute}"), node.lineno))
         if attribute == "main_grad":
             made.append(("!", (words.Holds.TENSOR, words.MEDIUM, "a main_grad"), node.lineno))
         return tuple(made)[:_MOST_ATOMS]
@@ -734,8 +750,11 @@ class _Scope:
             made = special(self, node, arguments)
             if made is not None:
                 return made
-        if isinstance(function, ast.Call) and dotted(function.func) == "super":
-            return NOTHING
+        if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Call) and dotted(function.value.func) == "super":
+            if function.attr == "__call__" and self.owner is not None and "type" in self.owner.bases:
+                return (("meta", self.owner.name),)  # the instances of the classes that it is the class of
+            callee = tuple((".", ("super", self.owner.name), function.attr) for _ in "1" if self.owner is not None)
+            return self._called(callee, arguments, keywords, node.lineno)
         name = self._canonical(function).replace(":", ".")
         if name:
             known = self._known_call(name, node, arguments, keywords)
@@ -780,6 +799,8 @@ class _Scope:
             return _join(*arguments)
         if name.startswith("torch."):
             last = name.rpartition(".")[2]
+            if device and last[:1].islower():
+                return (("!", (words.Holds.TENSOR, words.HIGH, f"{name}() on a device"), line),)
             if name.startswith("torch.nn.") and last[:1].isupper():
                 return _join(*arguments)  # a container of layers
             return NOTHING

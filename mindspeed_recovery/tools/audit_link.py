@@ -82,12 +82,18 @@ class Linked:
         self._waiting: deque[tuple[int, Any, Any]] = deque()
         self._connected: set[tuple[Any, ...]] = set()
         self._sites: dict[tuple[str, Any], int] = {}
+        self._unknown: list[tuple[int, int, int]] = []
+        """Calls of something that may turn out to be a function that is read: callee, argument, result."""
         self._has_edge: set[tuple[int, int, int, int]] = set()
         self._by_metaclass: dict[ClassId, list[ClassId]] = defaultdict(list)
         for facts in self.modules.values():
             self._seed(facts)
         for facts in self.modules.values():
             self._build(facts)
+        self._settle()
+        for callee, source, target in self._unknown:
+            if not any(label[0] in "FBCI" for label in self._nodes[callee].objects):
+                self._edge(source, target, _WEAK)
         self._settle()
 
     # ---- reading the result -----------------------------------------------------------------------------------------
@@ -330,20 +336,29 @@ class Linked:
             number = self._node(key)
             self._put(module, (atom,), number)
             return number
+        if kind == "meta":
+            number = self._node(key)
+            for cls in self._by_metaclass.get((module, atom[1]), ()):
+                self._object(number, ("I", *cls))
+            return number
+        if kind == "super":
+            number = self._node(key)
+            for base in self.mro((module, atom[1]))[0][1:2]:
+                self._object(number, ("I", *base))
+            return number
         if kind in ("s", "c", "f"):
             number = self._node(key)
             self._object(number, ({"s": "I", "c": "C", "f": "F"}[kind], module, atom[1]))
             return number
         if kind == "x":
-            outside = self._atom(module, atom[1]) is None
-            unknown = atom[1][0] == "." and atom[1][1][0] == "s"
-            if not outside and not unknown:
-                return None
-            source = self._atom(module, atom[2])
+            callee, source = self._atom(module, atom[1]), self._atom(module, atom[2])
             if source is None or self._is_host(module, atom[1]):
                 return None
             number = self._node(key)
-            self._edge(source, number, _OPERATION if outside else _WEAK)
+            if callee is None:
+                self._edge(source, number, _OPERATION)
+            else:
+                self._unknown.append((callee, source, number))
             return number
         source = self._atom(module, atom[1])
         if source is None:
@@ -407,7 +422,7 @@ class Linked:
                 return
             holds = Holds.TENSOR
             if mode == _WEAK:
-                evidence = evidence._replace(level=min(evidence.level, words.LOW))
+                evidence = evidence._replace(level=min(evidence.level, words.MEDIUM))
         elif mode in (_ARGUMENT, _RESULT):
             if evidence.hops >= _MOST_HOPS:
                 return

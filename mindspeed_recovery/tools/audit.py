@@ -58,6 +58,17 @@ class Audit:
 
 def audit(files: Sequence[SourceFile], specs: Iterable[StateSpec] = (), *, progress: Progress | None = None) -> Audit:
     """Read the files and judge what they say. ``specs``: the states of the catalogue for the versions at hand."""
+    # Facts and graph are made to stay, and trees have no circles: the collector would look at all of it in vain.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return _audit(files, specs, progress)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _audit(files: Sequence[SourceFile], specs: Iterable[StateSpec], progress: Progress | None) -> Audit:
     result = Audit(files=len(files))
     facts: dict[str, ModuleFacts] = {}
     for file in progress.each(files, "reading", len(files)) if progress is not None else files:
@@ -79,16 +90,10 @@ def audit(files: Sequence[SourceFile], specs: Iterable[StateSpec] = (), *, progr
 def _read(file: SourceFile) -> ModuleFacts:
     """The facts of one file. Raises SourceError."""
     data = file.data()
-    # Nothing in a syntax tree is a circle: the collector would only look at its nodes again and again.
-    collects = gc.isenabled()
-    gc.disable()
     try:
         facts = audit_facts.read(file.parse(data), file.module, file.path, is_package=file.is_package)
     except RecursionError:
         raise SourceError(f"{file.path}: cannot be read: nested too deeply") from None
-    finally:
-        if collects:
-            gc.enable()
     if b"recovery:" in data:
         facts.ignores = audit_facts.ignores(file.text(data))
     return facts

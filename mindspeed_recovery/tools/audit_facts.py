@@ -94,6 +94,8 @@ class ClassFacts:
     bases: tuple[str, ...]
     metaclass: str
     is_record: bool
+    is_local: bool = False
+    """It is made anew by each call of a function."""
     attributes: dict[str, tuple[int, str]] = field(default_factory=dict)
     methods: dict[str, str] = field(default_factory=dict)
     registered: set[str] = field(default_factory=set)
@@ -450,7 +452,7 @@ class _Scope:
         short = {base.rpartition(".")[2].rpartition(":")[2] for base in bases}
         metaclass = next((self._canonical(k.value) for k in node.keywords if k.arg == "metaclass"), "")
         is_record = bool("dataclass" in endings or short & {"NamedTuple", "TypedDict", "Enum", "IntEnum", "BaseModel"})
-        cls = ClassFacts(name, node.lineno, bases, metaclass, is_record)
+        cls = ClassFacts(name, node.lineno, bases, metaclass, is_record, self.is_function)
         cls.decorators = tuple(
             atom for d in node.decorator_list for atom in self.value(d.func if isinstance(d, ast.Call) else d)
         )
@@ -522,9 +524,8 @@ class _Scope:
                 self.env[name] = _join(self.env.get(name, NOTHING), value)
             self._flow(("g", name), value, how, line)
             return
-        mentions = source is not None and any(isinstance(n, ast.Name) and n.id == name for n in ast.walk(source))
-        if mentions:
-            self.env[name] = value
+        if self.branches and source is not None and self.env.get(name) and _mentions(source, name):
+            self.env[name] = value  # x = x.cpu()
         else:
             self._local(name, value)
 
@@ -994,6 +995,10 @@ def _shape(node: ast.expr | None) -> str:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         return _shape(node.left)
     return "value"
+
+
+def _mentions(node: ast.expr, name: str) -> bool:
+    return any(isinstance(inner, ast.Name) and inner.id == name for inner in ast.walk(node))
 
 
 def _is_this_module(node: ast.expr) -> bool:

@@ -93,6 +93,15 @@ class _Rules:
         self._linked = linked
         self._held: dict[tuple[ClassId, int], tuple[tuple[str, ...], Holds, Evidence] | None] = {}
         self._kinds: dict[ClassId, str] = {}
+        self._imported: dict[tuple[str, str], list[str]] = {}
+        self._stars: dict[str, list[str]] = {}
+        for facts in linked.modules.values():
+            for target in facts.imports.values():
+                key = linked.target(target) if ":" in target else None
+                if key is not None and key[0] == "g" and key[1] != facts.module:
+                    self._imported.setdefault((key[1], key[2]), []).append(facts.module)
+            for star in facts.stars:
+                self._stars.setdefault(star, []).append(facts.module)
 
     def all(self) -> Iterator[Finding]:
         for facts in self._linked.modules.values():
@@ -227,7 +236,7 @@ class _Rules:
         lived = self._long_lived()
         for cls, attributes in list(self._linked.attributes.items()):
             facts, record = self._linked.modules[cls[0]], self._linked.class_facts(cls)
-            if "Enum" in " ".join(record.bases):
+            if record.is_local or "Enum" in " ".join(record.bases):
                 continue
             for attribute in attributes:
                 key = ("A", *cls, attribute)
@@ -388,6 +397,9 @@ class _Rules:
         on: str = "module",
     ) -> Finding:
         evidence = state.evidence
+        level = evidence.level
+        if state.holds is Holds.TENSOR and words.is_host_name(name.rpartition(".")[2]):
+            level = words.LOW
         where = self._linked.modules[evidence.module]
         through = f"{state.via}, through {', '.join(state.parts)}: " if state.parts else f"{state.via}: " if state.via else ""
         why = f"{through}{evidence.text} at {where.path}:{evidence.line}"
@@ -399,7 +411,7 @@ class _Rules:
         policy, reason = _suggestion(rule, state, effective, on)
         lines = ((facts.module, line), *((module, flow.line) for module, flow in effective))
         return Finding(
-            rule, facts.module, name, facts.path, line, str(state.holds), evidence.level, why, policy, reason,
+            rule, facts.module, name, facts.path, line, str(state.holds), level, why, policy, reason,
             tuple(writers)[:_MOST_PLACES], readers[:_MOST_PLACES], importers, state.parts, on, (), tuple(dict.fromkeys(lines)),
         )  # fmt: skip
 
@@ -409,18 +421,8 @@ class _Rules:
         )
 
     def _importers(self, module: str, name: str) -> tuple[str, ...]:
-        return tuple(
-            facts.module
-            for facts in self._linked.modules.values()
-            if facts.module != module
-            and (
-                any(
-                    target.endswith(f":{name}") and self._linked.target(target) == ("g", module, name)
-                    for target in facts.imports.values()
-                )
-                or (not name.startswith("_") and module in facts.stars)
-            )
-        )
+        stars = () if name.startswith("_") else self._stars.get(module, ())
+        return tuple(dict.fromkeys((*self._imported.get((module, name), ()), *stars)))
 
 
 def _suggestion(rule: str, state: _State, writes: list[tuple[str, Flow]], on: str) -> tuple[Policy, str]:

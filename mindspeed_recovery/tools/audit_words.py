@@ -6,6 +6,7 @@ Only names of torch are known here, and the shape of names in general; no framew
 
 from __future__ import annotations
 
+import re
 import sys
 from enum import Enum
 
@@ -93,7 +94,7 @@ TENSOR_METHODS = frozenset(
 SURE_METHODS = frozenset(
     "detach contiguous new_zeros new_ones new_empty new_full new_tensor expand_as view_as type_as masked_fill masked_select "
     "index_select index_add index_copy scatter_add unsqueeze log_softmax logsumexp repeat_interleave bmm data_ptr "
-    "untyped_storage record_stream element_size is_contiguous requires_grad_ copy_ zero_ fill_ add_ sub_ mul_ div_ lerp_ "
+    "untyped_storage record_stream element_size is_contiguous copy_ zero_ fill_ add_ sub_ mul_ div_ lerp_ "
     "addcmul_ addcdiv_ masked_fill_ scatter_ scatter_add_ index_add_ index_copy_ clamp_ normal_ uniform_ detach_".split()
 )
 """Methods that no other object is likely to have: calling one says what the value is."""
@@ -125,6 +126,8 @@ CONTAINERS = frozenset(
 QUEUES = frozenset("deque Queue SimpleQueue LifoQueue PriorityQueue".split())
 CACHES = frozenset("lru_cache cache cached".split())
 
+_OPEN = re.compile("tensor|param|object|generic|type|any|buffer|output|input|batch|dict|list|union|modules?$|models?$", re.IGNORECASE)
+_HOST = re.compile("(?:^|_)(?:cpu|host|pinned|numpy)(?:_|$)", re.IGNORECASE)
 _SCALARS = frozenset(
     "int float bool str bytes complex dtype device Size Path PathLike Enum Number ndarray Namespace slice range "
     "Callable Type type".split()
@@ -136,11 +139,22 @@ _WRAPPERS = frozenset(
 
 
 def denies(names: list[str]) -> str:
-    """What an annotation of these names rules out: ``everything`` (numbers and texts), ``tensors`` (a handle), or nothing."""
+    """What an annotation of these names rules out: ``everything`` (numbers and texts), ``tensors`` (a handle, or an object
+    of a class that is no tensor's), or nothing."""
     told = {name.rsplit(".", 1)[-1] for name in names} - _WRAPPERS
     if told and told <= _SCALARS:
         return "everything"
-    return "tensors" if told and told <= _HANDLE_TYPES | _SCALARS else ""
+    return "tensors" if told and all(name in _HANDLE_TYPES or name in _SCALARS or _is_object(name) for name in told) else ""
+
+
+def _is_object(name: str) -> bool:
+    """Whether a name is likely to be that of a class whose objects are no tensors, and of no alias or type variable."""
+    return len(name) > 3 and name.lstrip("_")[:1].isupper() and not name.isupper() and not _OPEN.search(name)
+
+
+def is_host_name(name: str) -> bool:
+    """Whether a name says that what it names is on the host."""
+    return bool(_HOST.search(name))
 
 
 Word = tuple[Holds, int, str]

@@ -86,8 +86,8 @@ class FunctionFacts:
 
 @dataclass
 class ClassFacts:
-    """One class. ``attributes``: what its body binds, by name: line and ``value``, ``container`` or ``field`` (each
-    instance has its own); ``methods``: the functions of the module by name; ``registered``: parameters and buffers."""
+    """One class. ``attributes``: what its body binds, by name: line and ``value``, ``container``, ``property`` or ``field``
+    (each instance has its own); ``methods``: the functions of the module by name; ``registered``: parameters and buffers."""
 
     name: str
     line: int
@@ -509,6 +509,9 @@ class _Scope:
                 self._flow(("cell", owner.name, name), value, how, line)
             return
         if not self.is_function and self.owner is not None:
+            if isinstance(source, ast.Call) and dotted(source.func) == "property":
+                self.owner.attributes[name] = (line, "property")
+                return
             self.owner.attributes.setdefault(name, (line, "field" if self.owner.is_record else _shape(source)))
             self.env[name] = _join(self.env.get(name, NOTHING), value)
             if value:
@@ -766,6 +769,9 @@ class _Scope:
         last = name.rpartition(".")[2]
         passed = _join(*arguments, *(value for _, value in keywords)) if last in words.PASSING else NOTHING
         callee = self.value(function)
+        if any(self._is_dtype(argument) for argument in (*node.args, *(keyword.value for keyword in node.keywords))):
+            word = (words.Holds.TENSOR, words.MEDIUM, f"{name}() is given a type of tensors")
+            passed = _join(passed, tuple(("x", atom, ("!", word, node.lineno)) for atom in callee))
         return _join(passed, self._called(callee, arguments, keywords, node.lineno))
 
     def _known_call(
@@ -914,6 +920,12 @@ class _Scope:
             target = self.facts.imports.get(name, name)
         target = _ALIASES.get(target, target)
         return ".".join([target, *reversed(parts)])
+
+    def _is_dtype(self, node: ast.expr) -> bool:
+        if not isinstance(node, ast.Attribute):
+            return False
+        first, _, last = self._canonical(node).rpartition(".")
+        return first == "torch" and last.startswith(("float", "bfloat", "int", "uint", "half", "double", "long", "bool"))
 
     def _is_host(self, node: ast.expr) -> bool:
         """Whether a device is the host."""

@@ -386,7 +386,9 @@ class Linked:
             atom = atom[1]
         if atom[0] == "g":
             target = self.modules[module].imports.get(atom[1])
-            return target is None or target.replace(":", ".").partition(".")[0] in words.HOST_PACKAGES
+            if target is None:
+                return atom[1] not in self.modules[module].globals  # a builtin
+            return target.replace(":", ".").partition(".")[0] in words.HOST_PACKAGES
         return atom[0] == "m" and atom[1].replace(":", ".").partition(".")[0] in words.HOST_PACKAGES
 
     # ---- labels -----------------------------------------------------------------------------------------------------

@@ -240,7 +240,7 @@ class _Rules:
                 continue
             for attribute in attributes:
                 key = ("A", *cls, attribute)
-                if attribute.startswith("__") or attribute in record.registered:
+                if attribute.startswith("__") or attribute in record.registered or self._is_property(cls, attribute):
                     continue
                 writes = [w for w in self._linked.writes.get(key, []) if w[1].how != "use"]
                 if self._is_of_class(key, writes):
@@ -265,6 +265,12 @@ class _Rules:
                         readers=self._readers(facts, f".{attribute}"), on="instances",
                     )  # fmt: skip
 
+    def _is_property(self, cls: ClassId, attribute: str) -> bool:
+        return any(
+            self._linked.class_facts(owner).attributes.get(attribute, (0, ""))[1] == "property"
+            for owner in self._linked.mro(cls)[0]
+        )
+
     def _is_of_class(self, key: Key, writes: list[tuple[str, Flow]]) -> bool:
         """Whether all instances share the attribute, rather than have one each."""
         _, module, name, attribute = key
@@ -272,7 +278,7 @@ class _Rules:
         if key in self._linked.class_writes:
             return True
         bound = record.attributes.get(attribute)
-        if bound is None or bound[1] == "field" or attribute in record.rebound:
+        if bound is None or bound[1] in ("field", "property") or attribute in record.rebound:
             return False
         return bound[1] == "container" or any(flow.values and flow.function == name for _, flow in writes)
 

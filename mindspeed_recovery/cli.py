@@ -59,16 +59,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="Nothing is imported. Exit code: 0, or 1 for a finding that --fail-on names; 2 bad use. A comment "
         "'# recovery: ignore[RULE] reason' on the line of a finding, or the line above, leaves it alone.",
     )
-    audit.add_argument("paths", nargs="+", metavar="PATH", help="files, folders, wheels, or names of installed packages")
     audit.add_argument(
-        "--catalogue", action="append", default=[], metavar="FILE", help="a TOML file besides the shipped ones; repeatable"
+        "paths", nargs="+", metavar="PATH", help="files, folders, wheels, or names of installed packages"
+    )
+    audit.add_argument(
+        "--catalogue",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a TOML file besides the shipped ones; repeatable",
     )
     audit.add_argument("--only", choices=("tracked", "ignored", "untracked"), help="show these only")
     audit.add_argument("--fail-on", choices=("untracked",), help="exit with 1 if there is one")
-    audit.add_argument("--confidence", choices=("low", "medium", "high"), default="medium", help="the least to be shown")
+    audit.add_argument(
+        "--confidence", choices=("low", "medium", "high"), default="medium", help="the least to be shown"
+    )
     form = audit.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_const", dest="form", const="json", default="table", help="print JSON")
-    form.add_argument("--toml", action="store_const", dest="form", const="toml", help="print entries for a catalogue file")
+    form.add_argument(
+        "--toml", action="store_const", dest="form", const="toml", help="print entries for a catalogue file"
+    )
     audit.set_defaults(run=_audit)
 
     diagnose.add_command(commands)

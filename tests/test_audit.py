@@ -122,13 +122,13 @@ def test_host_constants_numbers_and_registered_tensors_are_not_reported(run: Run
         TABLE = {"a": torch.float32}
         SCALE = torch.ones(1)
         SIZES = []
-        HOST = None
+        LAST = None
         COUNT = 0
 
 
         def step(loss: torch.Tensor):
-            global HOST, COUNT
-            HOST = loss.detach().cpu()
+            global LAST, COUNT
+            LAST = loss.detach().cpu()
             COUNT += loss.numel()
             SIZES.append(loss.shape)
             TABLE["loss"] = loss.item()
@@ -142,8 +142,10 @@ def test_host_constants_numbers_and_registered_tensors_are_not_reported(run: Run
                 self.size = 3
     """
     assert found(tmp_path, run, source) == {}
-    device = source.replace("loss.detach().cpu()", "loss.detach()").replace("self.size = 3", "self.size = torch.ones(1).cuda()")
-    assert set(found(tmp_path, run, device)) == {"HOST", "Layer.size"}
+    device = source.replace("loss.detach().cpu()", "loss.detach()").replace(
+        "self.size = 3", "self.size = torch.ones(1).cuda()"
+    )
+    assert set(found(tmp_path, run, device)) == {"LAST", "Layer.size"}
 
 
 def test_a_tensor_is_followed_through_calls_to_the_global_behind_a_getter(run: Run, tmp_path: Path) -> None:
@@ -370,7 +372,9 @@ def test_a_part_that_no_entry_names_stays_untracked(run: Run, tmp_path: Path) ->
 # ---------------------------------------------------------------- what can be audited
 
 
-def test_a_wheel_a_folder_a_file_and_an_installed_package(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wheel_a_folder_a_file_and_an_installed_package(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = "import torch\nA = None\ndef f(x):\n    global A\n    A = x.detach()\n"
     files = {"some_pkg/__init__.py": "", "some_pkg/a.py": text}
     lay(tmp_path / "tree", files)
@@ -407,7 +411,7 @@ def test_damaged_files_are_one_line_each(run: Run, tmp_path: Path) -> None:
             "pkg/good.py": "import torch\nA = None\ndef f(x):\n    global A\n    A = x.detach()\n",
             "pkg/syntax.py": "def f(:\n",
             "pkg/null.py": b"a = 1\0\n",
-            "pkg/latin.py": b"# caf\xe9\na = 1\n",
+            "pkg/latin.py": b"a = 'caf\xe9'\n",
             "pkg/said.py": b"# -*- coding: latin-1 -*-\n# caf\xe9\nimport torch\nB = []\ndef g(x):\n    B.append(x.detach())\n",
             "pkg/codec.py": b"# -*- coding: no-such-codec -*-\na = 1\n",
             "pkg/deep.py": "a = " + "(" * 5000 + ")" * 5000 + "\n",
@@ -429,10 +433,13 @@ def test_damaged_files_are_one_line_each(run: Run, tmp_path: Path) -> None:
     assert "not read: " in run(tmp_path / "pkg", text=True)[1]
 
 
-_WORDS = ["global", "torch", ".zeros(1,device=d)", "X", "=", "self", ".", "(", ")", "[", "]", "def f(a,b={}):", "class C:",
-          "\n", "\n    ", "\n        ", "lambda:", "nonlocal", "import", "from", "*", "@", "lru_cache", "return", "yield", ":",
-          "globals()['X']", "setattr(", "super().__call__", "for x in", "async", "await", "match X:", "case", "\\", "'", "é",
-          "# recovery: ignore[AUD101]", "with", "as", ",", "if", "else", "try:", "except", "del", "{", "}", "...", "f'{X}'"]  # fmt: skip
+_WORDS = [
+    "global", "torch", ".zeros(1,device=d)", "X", "=", "self", ".", "(", ")", "[", "]", "def f(a,b={}):",
+    "class C:", "\n", "\n    ", "\n        ", "lambda:", "nonlocal", "import", "from", "*", "@", "lru_cache",
+    "return", "yield", ":", "globals()['X']", "setattr(", "super().__call__", "for x in", "async", "await",
+    "match X:", "case", "\\", "'", "é", "# recovery: ignore[AUD101]", "with", "as", ",", "if", "else", "try:",
+    "except", "del", "{", "}", "...", "f'{X}'",
+]  # fmt: skip
 
 
 @settings(max_examples=150, deadline=None)
@@ -451,7 +458,9 @@ def test_no_mutilated_module_ends_the_audit(seed: Any) -> None:
     lines = (PACKAGE / "state.py").read_text().splitlines()
     for _ in range(seed.randint(1, 6)):
         at = seed.randrange(len(lines))
-        lines[at] = seed.choice(["", lines[seed.randrange(len(lines))].lstrip(), "    " + lines[at], lines[at][: len(lines[at]) // 2]])
+        lines[at] = seed.choice(
+            ["", lines[seed.randrange(len(lines))].lstrip(), "    " + lines[at], lines[at][: len(lines[at]) // 2]]
+        )
     data = "\n".join(lines).encode()
     audit.audit([sources.SourceFile("planted.state", "state.py", lambda: data)])
 
@@ -465,7 +474,13 @@ def test_no_catalogue_file_crashes_the_command(tmp_path_factory: pytest.TempPath
 
 
 def test_nothing_is_imported_and_torch_is_not_needed(tmp_path: Path) -> None:
-    lay(tmp_path, {"pkg/__init__.py": "raise SystemExit('imported')", "pkg/a.py": "import torch\nA = []\ndef f(x):\n    A.append(x.detach())\n"})
+    lay(
+        tmp_path,
+        {
+            "pkg/__init__.py": "raise SystemExit('imported')",
+            "pkg/a.py": "import torch\nA = []\ndef f(x):\n    A.append(x.detach())\n",
+        },
+    )
     program = (
         "import sys; sys.modules['torch'] = None; from mindspeed_recovery import cli;"
         f"code = cli.main(['audit', {str(tmp_path / 'pkg')!r}]); assert 'pkg' not in sys.modules; sys.exit(code)"
@@ -478,25 +493,21 @@ def test_nothing_is_imported_and_torch_is_not_needed(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- released versions
 
 
-def test_each_file_is_read_and_parsed_once(megatron: Callable[[str], Path], run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_file_is_read_and_parsed_once(
+    megatron: Callable[[str], Path], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parsed: collections.Counter[str] = collections.Counter()
-    alive: list[int] = []
     real = sources.SourceFile.parse
 
     def parse(self: sources.SourceFile, data: bytes | None = None) -> ast.Module:
-        parsed[self.path] += 1
+        parsed[self.module] += 1
         return real(self, data)
 
-    def read(tree: ast.Module, *args: Any, **options: Any) -> audit_facts.ModuleFacts:
-        alive.append(sys.getrefcount(tree))
-        return facts(tree, *args, **options)
-
-    facts = audit_facts.read
     monkeypatch.setattr(sources.SourceFile, "parse", parse)
-    monkeypatch.setattr(audit_facts, "read", read)
     report = run(megatron("0.19.2") / "megatron")[1]
     assert report["files"] == len(parsed) > 500
-    assert set(parsed.values()) == {1}
+    again = {module for module, times in parsed.items() if times != 1}
+    assert again == {"megatron.core.package_info"}  # the one that tells the version is read for that, too
 
 
 def test_facts_hold_no_tree() -> None:
@@ -545,7 +556,9 @@ def test_the_known_state_of_released_versions_is_found(megatron: Callable[[str],
 def test_the_catalogue_is_recognised(megatron: Callable[[str], Path], run: Run) -> None:
     for version in VERSIONS:
         findings = {f["location"]: f for f in run(megatron(version))[1]["findings"]}
-        trackers = [f for f in findings.values() if f["by"] == "mtp-loss-tracker" or "mtp-loss-tracker" in f["by"].split(", ")]
+        trackers = [
+            f for f in findings.values() if f["by"] == "mtp-loss-tracker" or "mtp-loss-tracker" in f["by"].split(", ")
+        ]
         assert [f["status"] for f in trackers] == ["tracked"], version
         assert any(f["status"] == "ignored" and f["by"] for f in findings.values())
 

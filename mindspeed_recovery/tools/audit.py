@@ -14,9 +14,9 @@ from enum import Enum
 
 from mindspeed_recovery.core.location import Location
 from mindspeed_recovery.core.policy import Policy, StateSpec
-from mindspeed_recovery.tools import audit_facts, audit_rules, audit_words
-from mindspeed_recovery.tools.audit_facts import ModuleFacts
+from mindspeed_recovery.tools import audit_facts, audit_rules
 from mindspeed_recovery.tools.audit_link import Linked
+from mindspeed_recovery.tools.audit_model import ModuleFacts
 from mindspeed_recovery.tools.audit_rules import Finding
 from mindspeed_recovery.tools.progress import Progress
 from mindspeed_recovery.tools.sources import SourceError, SourceFile
@@ -107,7 +107,9 @@ def _judge(finding: Finding, known: _Known, facts: dict[str, ModuleFacts], probl
                 continue
             if comment[1]:
                 return Judged(finding, Status.IGNORED, comment[1])
-            problems.append(f"{facts[module].path}:{at}: a comment that ignores {finding.rule} must say why: not counted")
+            problems.append(
+                f"{facts[module].path}:{at}: a comment that ignores {finding.rule} must say why: not counted"
+            )
     return known.judge(finding)
 
 
@@ -129,6 +131,14 @@ class _Known:
                 return key[1], (key[2], *location.path[1:])
         return location.module, location.path
 
+    def _inherited(self, module: str, path: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
+        """The same attribute in the classes that its class inherits from: an entry there is about all their instances."""
+        owner = ".".join(path[:-1])
+        facts = self._linked.modules.get(module)
+        if facts is None or owner not in facts.classes:
+            return []
+        return [(at, (*cls.split("."), path[-1])) for at, cls in self._linked.mro((module, owner))[0][1:]]
+
     def judge(self, finding: Finding) -> Judged:
         path = tuple(finding.name.split("."))
         covered: list[StateSpec] = []
@@ -140,11 +150,8 @@ class _Known:
                     covered.append(spec)
             elif at[: len(path)] == path:
                 parts[at[len(path)]] = spec
-        for owner in finding.owners:
-            location = Location.parse(owner)
-            for at, spec in self._by_module.get(location.module, ()):
-                if at == location.path:
-                    covered.append(spec)
+        for module, inherited in self._inherited(finding.module, path):
+            covered += (spec for at, spec in self._by_module.get(module, ()) if at == inherited)
         if covered:
             return Judged(finding, _status(covered), ", ".join(dict.fromkeys(spec.name for spec in covered)))
         if parts:
@@ -156,8 +163,3 @@ class _Known:
 
 def _status(specs: Iterable[StateSpec]) -> Status:
     return Status.IGNORED if all(spec.policy is Policy.IGNORED for spec in specs) else Status.TRACKED
-
-
-def level(name: str) -> int:
-    """The number of a confidence."""
-    return next(number for number, text in audit_words.CONFIDENCE.items() if text == name)

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_recovery import catalogue
+from mindspeed_recovery.core.location import Location
 from mindspeed_recovery.core.policy import Policy, StateSpec
 from mindspeed_recovery.errors import LocationError
-from mindspeed_recovery.core.location import Location
 from mindspeed_recovery.tools import sources, verify
 from mindspeed_recovery.tools.audit import Audit, Judged, Status, audit
 from mindspeed_recovery.tools.audit_words import CONFIDENCE
 from mindspeed_recovery.tools.progress import Progress
-from mindspeed_recovery.tools.sources import SourceError, SourceFile, SourceTree
+from mindspeed_recovery.tools.sources import SourceFile, SourceTree
 
 _SHOWN = 3  # importers and parts on one line
 

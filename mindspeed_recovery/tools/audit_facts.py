@@ -1,24 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one Python module says about the state of its process, from one walk over its syntax tree.
 
-The facts are small and name no node of the tree, so that a whole framework's fit in memory while its sources do not have
-to. They are flows: *this value is put there*. A value is a set of atoms, tuples that say where it comes from:
-
-==================  ====================================================================================
-``("!", word, n)``  a tensor, parameter, handle or random state: what, how sure and why; the line
-``("g", name)``     a name of the module: its own global, an import, or a builtin
-``("m", target)``   ``module`` or ``module:NAME``, imported within a function
-``("p", f, i)``     parameter i of the function f
-``("s", c)``        an instance of the class c; ``("c", c)`` the class; ``("f", f)`` a function
-``("cell", f, x)``  the local x of the function f, captured by a function within it
-``(".", a, x)``     attribute x of the atom a; ``("()", a, n)`` the result of calling it, the n-th call of the module
-``("+", a)``        a tensor if a is one: the result of an operation
-``("x", b, a)``     the same, if b is a function of no module that is read
-``("super", c)``    what c inherits; ``("meta", c)`` an instance of a class that c is the metaclass of
-``("i", a, k)``     item k of a tuple that a call returned; ``("e", a)`` a container that has the atom in it
-==================  ====================================================================================
-
-Nothing is executed. The order of statements counts within a function, branches are joined.
+The facts, and the atoms that values are made of, are those of `audit_model`. Nothing is executed. The order
+of statements counts within a function, branches are joined.
 """
 
 from __future__ import annotations
@@ -26,15 +10,20 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from mindspeed_recovery.tools import audit_words as words
+from mindspeed_recovery.tools.audit_model import (
+    NOTHING,
+    Atom,
+    Atoms,
+    Call,
+    ClassFacts,
+    Flow,
+    FunctionFacts,
+    ModuleFacts,
+)
 from mindspeed_recovery.tools.symbols import dotted, import_targets, statements
-
-Atom = tuple[Any, ...]
-Atoms = tuple[Atom, ...]
-NOTHING: Atoms = ()
 
 _MOST_ATOMS = 8  # of one value: beyond that a name stands for anything
 _DEEPEST = 5  # attributes and calls of one atom
@@ -42,92 +31,6 @@ _MOST_PLACES = 6  # readers that are remembered of one name
 _IGNORE = re.compile(r"#\s*recovery:\s*ignore\[([\w\s,*-]*)\]\s*(.*)")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-
-
-class Flow(NamedTuple):
-    """``values`` are put at ``place``. ``how``: ``=``, ``+=``, ``item`` (into it), ``use`` (is used as such), or the name
-    of the method that does it."""
-
-    place: Atom
-    values: Atoms
-    how: str
-    line: int
-    function: str
-
-
-class Call(NamedTuple):
-    """A call: its positional arguments (the starred ones are the last), and those by name."""
-
-    callee: Atoms
-    arguments: tuple[Atoms, ...]
-    keywords: tuple[tuple[str, Atoms], ...]
-
-
-@dataclass
-class FunctionFacts:
-    """One function. ``receiver``: ``self``, ``cls`` or ``""``; ``mutable``: parameters whose default is a container, by
-    index; ``cells``: captured locals of enclosing functions."""
-
-    name: str
-    line: int
-    owner: str
-    receiver: str
-    parameters: tuple[str, ...]
-    star: int
-    mutable: frozenset[int]
-    cached: bool
-    is_property: bool
-    nested: bool
-    decorators: Atoms = NOTHING
-    cells: set[tuple[str, str]] = field(default_factory=set)
-    denied: dict[int, str] = field(default_factory=dict)
-    """What the annotation of a parameter rules out, by index; of the result, under -1. See `audit_words.denies`."""
-
-
-@dataclass
-class ClassFacts:
-    """One class. ``attributes``: what its body binds, by name: line and ``value``, ``container``, ``property`` or ``field``
-    (each instance has its own); ``methods``: the functions of the module by name; ``registered``: parameters and buffers."""
-
-    name: str
-    line: int
-    bases: tuple[str, ...]
-    metaclass: str
-    is_record: bool
-    is_local: bool = False
-    """It is made anew by each call of a function."""
-    attributes: dict[str, tuple[int, str]] = field(default_factory=dict)
-    methods: dict[str, str] = field(default_factory=dict)
-    registered: set[str] = field(default_factory=set)
-    denied: dict[str, str] = field(default_factory=dict)
-    rebound: set[str] = field(default_factory=set)
-    """Attributes that a method gives each instance anew."""
-    decorators: Atoms = NOTHING
-
-
-@dataclass
-class ModuleFacts:
-    """The facts of one module. ``globals``: the line where each is bound first; ``containers``: those bound to a container;
-    ``reads``: where names, and attributes (as ``.name``), are read; ``ignores``: by line, the rules and the reason."""
-
-    module: str
-    path: str
-    is_package: bool = False
-    imports: dict[str, str] = field(default_factory=dict)
-    stars: list[str] = field(default_factory=list)
-    globals: dict[str, int] = field(default_factory=dict)
-    containers: set[str] = field(default_factory=set)
-    queues: set[str] = field(default_factory=set)
-    denied: dict[str, str] = field(default_factory=dict)
-    late_imports: dict[str, list[int]] = field(default_factory=dict)
-    functions: dict[str, FunctionFacts] = field(default_factory=dict)
-    classes: dict[str, ClassFacts] = field(default_factory=dict)
-    flows: list[Flow] = field(default_factory=list)
-    returns: list[tuple[str, int, Atoms]] = field(default_factory=list)
-    """Function, index in the returned tuple or -1, value."""
-    calls: list[Call] = field(default_factory=list)
-    reads: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
-    ignores: dict[int, tuple[frozenset[str], str]] = field(default_factory=dict)
 
 
 def read(tree: ast.Module, module: str, path: str, *, is_package: bool = False) -> ModuleFacts:
@@ -232,7 +135,6 @@ class _Scope:
         self.nested: list[tuple[Function, str, FunctionFacts]] = []
         self.record: FunctionFacts | None = None
         self.branches = 0
-        self.names = 0
 
     # ---- statements -------------------------------------------------------------------------------------------------
 
@@ -320,7 +222,6 @@ class _Scope:
                 continue
             if not at_module and name not in self.globals:
                 self.env[name] = (("m", target),)
-                self.facts.late_imports.setdefault(target, []).append(node.lineno)
             elif name in self.globals:
                 self.facts.imports.setdefault(name, target)
 
@@ -370,7 +271,12 @@ class _Scope:
             if node.target.id in self.nonlocals:
                 self.bind(node.target, value, "+=", node.lineno)
             return
-        self.bind(node.target, value if isinstance(node.value, (ast.List, ast.ListComp)) else _result(value), "+=", node.lineno)
+        self.bind(
+            node.target,
+            value if isinstance(node.value, (ast.List, ast.ListComp)) else _result(value),
+            "+=",
+            node.lineno,
+        )
 
     def _define(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         at_module = not self.is_function and self.owner is None
@@ -380,7 +286,9 @@ class _Scope:
             if known is None or not self.facts.functions[known].is_property:
                 self.owner.methods[node.name] = record.name
             if record.is_property and record.cached:  # a cached_property is kept in the instance
-                self._flow((".", ("s", self.owner.name), node.name), (("()", ("f", record.name), -1),), "=", node.lineno)
+                self._flow(
+                    (".", ("s", self.owner.name), node.name), (("()", ("f", record.name), -1),), "=", node.lineno
+                )
         elif at_module:
             self.facts.globals.setdefault(node.name, node.lineno)
             self.env[node.name] = (("f", record.name),)
@@ -401,7 +309,7 @@ class _Scope:
         name = f"{self.name}.{label}" if self.name else label
         while name in self.facts.functions:
             name += "'"
-        positions = {index: argument for index, argument in enumerate(everything)}
+        positions = dict(enumerate(everything))
         defaults = dict(zip(range(len(everything) - len(arguments.defaults), len(everything)), arguments.defaults))
         first_keyword = len(everything) + (star >= 0)
         for index, (argument, default) in enumerate(zip(arguments.kwonlyargs, arguments.kw_defaults), first_keyword):
@@ -429,7 +337,8 @@ class _Scope:
             tuple(atom for d in decorators for atom in self.value(d.func if isinstance(d, ast.Call) else d)),
         )
         self.facts.functions[name] = record
-        if getattr(node, "returns", None) is not None and (denied := words.denies(_leaves(node.returns))):
+        returns = getattr(node, "returns", None)
+        if returns is not None and (denied := words.denies(_leaves(returns))):
             record.denied[-1] = denied
         for index, default in defaults.items():
             if value := self.value(default):
@@ -439,16 +348,18 @@ class _Scope:
                 record.denied[index] = denied
             if argument.annotation is not None and (promised := self.annotation(argument.annotation)):
                 self._flow(("p", name, index), promised, "use", node.lineno)
-        for argument in (arguments.vararg, arguments.kwarg):
-            if argument is not None and argument.annotation is not None and (p := self.annotation(argument.annotation)):
-                self._flow(("p", name, names.index(argument.arg)), p, "use", node.lineno)
+        for rest in (arguments.vararg, arguments.kwarg):
+            if rest is not None and (promised := self.annotation(rest.annotation)):
+                self._flow(("p", name, names.index(rest.arg)), promised, "use", node.lineno)
         self.nested.append((node, name, record))
         return record
 
     def _class(self, node: ast.ClassDef) -> None:
         name = f"{self.name}.{node.name}" if self.name else node.name
         endings = {dotted(d.func if isinstance(d, ast.Call) else d).rpartition(".")[2] for d in node.decorator_list}
-        bases = tuple(base for b in node.bases if (base := self._canonical(b.value if isinstance(b, ast.Subscript) else b)))
+        bases = tuple(
+            base for b in node.bases if (base := self._canonical(b.value if isinstance(b, ast.Subscript) else b))
+        )
         short = {base.rpartition(".")[2].rpartition(":")[2] for base in bases}
         metaclass = next((self._canonical(k.value) for k in node.keywords if k.arg == "metaclass"), "")
         is_record = bool("dataclass" in endings or short & {"NamedTuple", "TypedDict", "Enum", "IntEnum", "BaseModel"})
@@ -478,7 +389,6 @@ class _Scope:
         elif isinstance(target, ast.Starred):
             self.bind(target.value, value, how, line)
         elif isinstance(target, ast.Attribute):
-            self._read("." + target.attr, target.lineno, store=True)
             for base in self.value(target.value):
                 if base[0] == "s" and how == "=" and self.owner is not None and base[1] == self.owner.name:
                     self.owner.rebound.add(target.attr)
@@ -557,7 +467,12 @@ class _Scope:
         line = source.lineno
         called = source.func if isinstance(source, ast.Call) else None
         pair = isinstance(target, (ast.Tuple, ast.List))
-        if pair and isinstance(called, ast.Name) and isinstance(source, ast.Call) and isinstance(target, (ast.Tuple, ast.List)):
+        if (
+            pair
+            and isinstance(called, ast.Name)
+            and isinstance(source, ast.Call)
+            and isinstance(target, (ast.Tuple, ast.List))
+        ):
             if called.id == "enumerate" and len(target.elts) == 2 and source.args:
                 self.bind(target.elts[0], NOTHING, "=", line)
                 self._bind_items(target.elts[1], source.args[0])
@@ -633,11 +548,10 @@ class _Scope:
             scope = scope.outer
         return None
 
-    def _read(self, name: str, line: int, store: bool = False) -> None:
-        if not store:
-            places = self.facts.reads.setdefault(name, [])
-            if len(places) < _MOST_PLACES:
-                places.append((line, self.name))
+    def _read(self, name: str, line: int) -> None:
+        places = self.facts.reads.setdefault(name, [])
+        if len(places) < _MOST_PLACES:
+            places.append((line, self.name))
 
     def _attribute(self, node: ast.Attribute) -> Atoms:
         attribute = node.attr
@@ -736,7 +650,6 @@ class _Scope:
         return made
 
     def _lambda(self, node: ast.Lambda) -> Atoms:
-        self.names += 1
         owner, function = self.owner, self.is_function
         record = self._function(node, f"<lambda {node.lineno}>")
         record.receiver = record.owner = ""
@@ -754,7 +667,11 @@ class _Scope:
             made = special(self, node, arguments)
             if made is not None:
                 return made
-        if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Call) and dotted(function.value.func) == "super":
+        if (
+            isinstance(function, ast.Attribute)
+            and isinstance(function.value, ast.Call)
+            and dotted(function.value.func) == "super"
+        ):
             if function.attr == "__call__" and self.owner is not None and "type" in self.owner.bases:
                 return (("meta", self.owner.name),)  # the instances of the classes that it is the class of
             callee = tuple((".", ("super", self.owner.name), function.attr) for _ in "1" if self.owner is not None)
@@ -844,7 +761,9 @@ class _Scope:
             return NOTHING
         if method == "to" and node.args and self._is_host(node.args[0]):
             return NOTHING
-        callee = tuple((".", atom, method) for atom in base if atom[0] not in ("!", "+", "x") and _depth(atom) < _DEEPEST)
+        callee = tuple(
+            (".", atom, method) for atom in base if atom[0] not in ("!", "+", "x") and _depth(atom) < _DEEPEST
+        )
         called = self._called(callee, arguments, keywords, line)
         if method in ("cuda", "npu", "xpu") and not (base and base[0][0] == "s"):
             return _join((("!", (words.Holds.TENSOR, words.HIGH, f".{method}()"), line),), called)
@@ -856,8 +775,10 @@ class _Scope:
             known = tuple(atom for atom in base if atom[0] == "!" and atom[1][0] is words.Holds.TENSOR)
             return _join(known or (("!", word, line),), called)
         if method == "to" and node.args and not (base and base[0][0] in ("s", "c")):
-            if "device" in dotted(node.args[0]) or dotted(node.args[0]).endswith("local_rank"):
-                return _join((("!", (words.Holds.TENSOR, words.HIGH, ".to(device)"), line),), called)
+            where = dotted(node.args[0])
+            if not ("device" in where or where.endswith("local_rank")):
+                return _join(_result(base), called)
+            return _join((("!", (words.Holds.TENSOR, words.HIGH, ".to(device)"), line),), called)
         if method in words.VIEW_METHODS:
             return _join(_result(base), called)
         if method.endswith("_") and not method.startswith("_") and method in words.SURE_METHODS:
@@ -872,9 +793,7 @@ class _Scope:
             return (("!", (words.Holds.PARAMETER, words.MEDIUM, f".{method}()"), line),)
         return called
 
-    def _called(
-        self, callee: Atoms, arguments: list[Atoms], keywords: list[tuple[str, Atoms]], line: int
-    ) -> Atoms:
+    def _called(self, callee: Atoms, arguments: list[Atoms], keywords: list[tuple[str, Atoms]], line: int) -> Atoms:
         callee = tuple(atom for atom in callee if atom[0] not in ("!", "+", "x") and _depth(atom) < _DEEPEST)
         if not callee:
             return NOTHING
@@ -918,14 +837,15 @@ class _Scope:
             scope = scope.outer
         if target is None:
             target = self.facts.imports.get(name, name)
-        target = _ALIASES.get(target, target)
         return ".".join([target, *reversed(parts)])
 
     def _is_dtype(self, node: ast.expr) -> bool:
         if not isinstance(node, ast.Attribute):
             return False
         first, _, last = self._canonical(node).rpartition(".")
-        return first == "torch" and last.startswith(("float", "bfloat", "int", "uint", "half", "double", "long", "bool"))
+        return first == "torch" and last.startswith(
+            ("float", "bfloat", "int", "uint", "half", "double", "long", "bool")
+        )
 
     def _is_host(self, node: ast.expr) -> bool:
         """Whether a device is the host."""
@@ -1030,8 +950,6 @@ def _looks_like_class(node: ast.expr) -> bool:
     return dotted(node).rpartition(".")[2].lstrip("_")[:1].isupper()
 
 
-_ALIASES = {"numpy": "numpy", "torch.nn.functional": "torch.nn.functional"}
-
 _STATEMENTS: dict[type, Callable[[_Scope, Any], None]] = {
     ast.Expr: _Scope._expression,
     ast.Assign: _Scope._assign,
@@ -1089,8 +1007,10 @@ _SPECIAL: dict[str, Callable[[_Scope, ast.Call, list[Atoms]], Atoms | None]] = {
     "getattr": _Scope._getattr,
     "type": _Scope._type,
     **dict.fromkeys(
-        "len int float str bool isinstance issubclass hasattr print range repr id hash callable any all round ord chr "
-        "bytes super format delattr divmod".split(),
+        words.named(
+            "len int float str bool isinstance issubclass hasattr print range repr id hash callable any all round ord chr "
+            "bytes super format delattr divmod"
+        ),
         _Scope._nothing,
     ),
 }

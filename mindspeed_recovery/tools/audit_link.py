@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mindspeed_recovery.tools import audit_words as words
-from mindspeed_recovery.tools.audit_facts import Atom, Atoms, Call, ClassFacts, Flow, FunctionFacts, ModuleFacts
+from mindspeed_recovery.tools.audit_model import Atom, Atoms, Call, ClassFacts, Flow, FunctionFacts, ModuleFacts
 from mindspeed_recovery.tools.audit_words import Holds
 
 Key = tuple[Any, ...]
@@ -197,7 +197,9 @@ class Linked:
             inner = self.find_module(owner) if owner else None
             key, more = (self.name(inner, last), "") if inner is not None else (self.name(module, name), "")
         for part in more.split(".") if more else ():
-            key = self.name(key[1], part) if key is not None and key[0] == "m" else key and (*key[:2], f"{key[2]}.{part}")
+            key = (
+                self.name(key[1], part) if key is not None and key[0] == "m" else key and (*key[:2], f"{key[2]}.{part}")
+            )
         if key is not None and key[0] == "g" and key[2] in self.modules[key[1]].classes:
             return key[1], key[2]
         return None
@@ -274,8 +276,8 @@ class Linked:
                 callee = self._atom(module, atom)
                 if callee is not None:
                     self._listen(callee, ("call", module, number, call))
-        for function in facts.functions.values():
-            self._decorated(module, function)
+        for decorated in facts.functions.values():
+            self._decorated(module, decorated)
 
     def _decorated(self, module: str, function: FunctionFacts) -> None:
         for atom in function.decorators:
@@ -479,7 +481,7 @@ class Linked:
             if isinstance(what, Evidence):
                 if node.evidence[where] is what:
                     for edge in list(node.edges):
-                        self._travel(edge, *where, what)
+                        self._travel(edge, where[0], where[1], what)
                 continue
             for edge in list(node.edges):
                 self._carry(edge, what, where)
@@ -564,7 +566,9 @@ class Linked:
             key = ("A", *self._definers((label[1], label[2]), name)[0], name)
             if not use:
                 base = self._nodes[source].key
-                named = base[0] == "g" or (base[0] == "v" and (base[2][0] == "c" or base[2][1:2] and base[2][1][0] in "gm"))
+                named = base[0] == "g" or (
+                    base[0] == "v" and (base[2][0] == "c" or (base[2][1:2] and base[2][1][0] in "gm"))
+                )
                 if kind == "C" and not named:
                     return  # a class that was handed over: which one is anybody's guess
                 if kind == "C" and flow.values and flow.function in self.modules[module].functions:
@@ -577,7 +581,7 @@ class Linked:
         if key is not None:
             if not use and flow.how in ("=", "+=", "setattr", "globals()"):
                 self.writes[key].append((module, flow))
-            if flow.how in ("=", "+=", "setattr", "use") or flow.values and flow.how.endswith("_"):
+            if flow.how in ("=", "+=", "setattr", "use") or (flow.values and flow.how.endswith("_")):
                 self._put(module, flow.values, self._node(key))
 
     def _connect(self, module: str, number: Any, call: Call, label: Label) -> None:
@@ -607,7 +611,12 @@ class Linked:
                 self._argument(module, atoms, self._node(("p", *function, index)), self._site(module, number))
         for name, atoms in call.keywords:
             if name in facts.parameters and atoms:
-                self._argument(module, atoms, self._node(("p", *function, facts.parameters.index(name))), self._site(module, number))
+                self._argument(
+                    module,
+                    atoms,
+                    self._node(("p", *function, facts.parameters.index(name))),
+                    self._site(module, number),
+                )
 
     def _argument(self, module: str, atoms: Atoms, target: int, site: int) -> None:
         for atom in atoms:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from mindspeed_recovery.core.policy import Policy
 from mindspeed_recovery.tools import audit_words as words
-from mindspeed_recovery.tools.audit_facts import Flow, FunctionFacts, ModuleFacts
 from mindspeed_recovery.tools.audit_link import ClassId, Evidence, Key, Label, Linked
+from mindspeed_recovery.tools.audit_model import Flow, FunctionFacts, ModuleFacts
 from mindspeed_recovery.tools.audit_words import Holds
 
 RULES = {
@@ -57,8 +57,6 @@ class Finding:
     importers: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
     on: str = "module"
-    owners: tuple[str, ...] = ()
-    """Locations of the same attribute in classes that this one inherits from."""
     lines: tuple[tuple[str, int], ...] = ()
     """Module and line of each writer, and of the place itself: where an inline comment counts."""
 
@@ -250,7 +248,13 @@ class _Rules:
                         rule = "AUD112" if state.holds is Holds.HANDLE else rule
                         line = record.attributes.get(attribute, (writes[0][1].line if writes else record.line, ""))[0]
                         yield self._finding(
-                            rule, facts, f"{cls[1]}.{attribute}", line, state, writes, readers=self._readers(facts, f".{attribute}")
+                            rule,
+                            facts,
+                            f"{cls[1]}.{attribute}",
+                            line,
+                            state,
+                            writes,
+                            readers=self._readers(facts, f".{attribute}"),
                         )
                 elif cls in lived and writes:
                     evidence = self._linked.evidence(key).get(Holds.TENSOR)
@@ -314,11 +318,14 @@ class _Rules:
             ends = [base.rpartition(".")[2] for base in outside]
             if any(base == "torch.autograd.Function" or end == "Function" for base, end in zip(outside, ends)):
                 kind = ""
-            elif any(end.endswith("Optimizer") or base.startswith("torch.optim.") for base, end in zip(outside, ends)):
+            elif (
+                any(end.endswith("Optimizer") or base.startswith("torch.optim.") for base, end in zip(outside, ends))
+                or {"step", "zero_grad"} <= methods
+            ):
                 kind = "optimizer"
-            elif {"step", "zero_grad"} <= methods:
-                kind = "optimizer"
-            elif any(base.startswith("torch.nn.") or end.endswith(("Module", "Layer")) for base, end in zip(outside, ends)):
+            elif any(
+                base.startswith("torch.nn.") or end.endswith(("Module", "Layer")) for base, end in zip(outside, ends)
+            ):
                 kind = "module"
             else:
                 kind = ""
@@ -333,7 +340,10 @@ class _Rules:
     def _state(self, key: Key) -> _State | None:
         best: _State | None = None
         for holds, evidence in self._linked.evidence(key).items():
-            if best is None or (evidence.level, holds is Holds.TENSOR) > (best.evidence.level, best.holds is Holds.TENSOR):
+            if best is None or (evidence.level, holds is Holds.TENSOR) > (
+                best.evidence.level,
+                best.holds is Holds.TENSOR,
+            ):
                 best = _State(holds, evidence)
         for label in self._linked.objects(key):
             inner: _State | None = None
@@ -378,7 +388,10 @@ class _Rules:
                 inner = [(h, e) for h, e in inner if e.level >= words.MEDIUM]
                 for holds, evidence in inner:
                     parts[attribute] = None
-                    if best is None or (evidence.level, holds is Holds.TENSOR) > (best[1].level, best[0] is Holds.TENSOR):
+                    if best is None or (evidence.level, holds is Holds.TENSOR) > (
+                        best[1].level,
+                        best[0] is Holds.TENSOR,
+                    ):
                         best = holds, evidence
         result = None
         if best is not None:
@@ -407,7 +420,9 @@ class _Rules:
         if state.holds is Holds.TENSOR and words.is_host_name(name.rpartition(".")[2]):
             level = words.LOW
         where = self._linked.modules[evidence.module]
-        through = f"{state.via}, through {', '.join(state.parts)}: " if state.parts else f"{state.via}: " if state.via else ""
+        through = (
+            f"{state.via}, through {', '.join(state.parts)}: " if state.parts else f"{state.via}: " if state.via else ""
+        )
         why = f"{through}{evidence.text} at {where.path}:{evidence.line}"
         effective = [(module, flow) for module, flow in writes if flow.how not in ("use", "default")]
         writers = dict.fromkeys(
@@ -418,12 +433,14 @@ class _Rules:
         lines = ((facts.module, line), *((module, flow.line) for module, flow in effective))
         return Finding(
             rule, facts.module, name, facts.path, line, str(state.holds), level, why, policy, reason,
-            tuple(writers)[:_MOST_PLACES], readers[:_MOST_PLACES], importers, state.parts, on, (), tuple(dict.fromkeys(lines)),
+            tuple(writers)[:_MOST_PLACES], readers[:_MOST_PLACES], importers, state.parts, on, tuple(dict.fromkeys(lines)),
         )  # fmt: skip
 
     def _readers(self, facts: ModuleFacts, name: str) -> tuple[str, ...]:
         return tuple(
-            dict.fromkeys(f"{facts.path}:{line} {function or 'module body'}" for line, function in facts.reads.get(name, ()))
+            dict.fromkeys(
+                f"{facts.path}:{line} {function or 'module body'}" for line, function in facts.reads.get(name, ())
+            )
         )
 
     def _importers(self, module: str, name: str) -> tuple[str, ...]:

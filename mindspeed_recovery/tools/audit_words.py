@@ -24,43 +24,48 @@ class Holds(str, Enum):
         return self.value
 
 
+def named(text: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(text.split())
+
+
 HIGH, MEDIUM, LOW = 3, 2, 1
 CONFIDENCE = {HIGH: "high", MEDIUM: "medium", LOW: "low"}
 
-FACTORIES = frozenset(
+FACTORIES = named(
     "arange as_tensor asarray blackman_window empty empty_strided eye full hann_window linspace logspace ones rand randint "
-    "randn randperm range scalar_tensor sparse_coo_tensor tensor tril_indices triu_indices zeros".split()
+    "randn randperm range scalar_tensor sparse_coo_tensor tensor tril_indices triu_indices zeros"
 )
 """Functions of torch that make a tensor on the device that they are told, else on the host."""
 
-_TYPES = frozenset(
+_TYPES = named(
     "Tensor FloatTensor HalfTensor BFloat16Tensor DoubleTensor IntTensor LongTensor ShortTensor ByteTensor CharTensor "
-    "BoolTensor".split()
+    "BoolTensor"
 )
-_NO_TENSOR = frozenset(
+_NO_TENSOR = named(
     "Size allclose can_cast compile device dtype enable_grad equal finfo iinfo inference_mode initial_seed is_tensor jit load "
     "manual_seed no_grad numel promote_types result_type save script seed typename vmap cond while_loop layout "
     "memory_format use_deterministic_algorithms autocast einsum_path broadcast_shapes are_deterministic_algorithms_enabled "
-    "from_numpy frombuffer from_file Generator Stream Event SymInt SymFloat SymBool Storage UntypedStorage".split()
+    "from_numpy frombuffer from_file Generator Stream Event SymInt SymFloat SymBool Storage UntypedStorage"
 )
 _OPERATIONS = ("torch.nn.functional.", "torch.linalg.", "torch.special.", "torch.fft.", "torch.ops.", "torch.sparse.")
 _DEVICES = ("cuda", "npu", "xpu", "musa", "mlu", "hpu", "accelerator")
-_HANDLES = frozenset(
+_HANDLES = named(
     "Stream Event ExternalStream CUDAGraph NPUGraph XPUGraph MemPool graph_pool_handle current_stream default_stream "
-    "stream".split()
+    "stream"
 )
-_GROUPS = frozenset(
+_GROUPS = named(
     "new_group new_subgroups new_subgroups_by_enumeration split_group init_device_mesh ProcessGroup ProcessGroupGloo "
-    "ProcessGroupNCCL ProcessGroupHCCL DeviceMesh isend irecv batch_isend_irecv".split()
+    "ProcessGroupNCCL ProcessGroupHCCL DeviceMesh isend irecv batch_isend_irecv"
 )
-_HANDLE_TYPES = frozenset("Stream Event CUDAGraph NPUGraph ProcessGroup Work MemPool DeviceMesh".split())
-_RNG = frozenset("get_rng_state get_rng_state_all default_generators Generator fork_rng".split())
-_PARAMETERS = frozenset("Parameter UninitializedParameter Buffer".split())
-_LAYERS = frozenset(
+_HANDLE_TYPES = named("Stream Event CUDAGraph NPUGraph ProcessGroup Work MemPool DeviceMesh")
+_RNG = named("get_rng_state get_rng_state_all default_generators Generator fork_rng")
+_PARAMETERS = named("Parameter UninitializedParameter Buffer")
+_LAYERS = named(
     "Linear Bilinear Embedding EmbeddingBag LayerNorm RMSNorm GroupNorm BatchNorm1d BatchNorm2d BatchNorm3d SyncBatchNorm "
     "Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d MultiheadAttention Transformer LSTM GRU RNN "
     "TransformerEncoder TransformerDecoder TransformerEncoderLayer TransformerDecoderLayer DistributedDataParallel "
-    "FullyShardedDataParallel".split()
+    "FullyShardedDataParallel"
 )
 HOST_PACKAGES = frozenset(sys.stdlib_module_names) | {
     "numpy", "pandas", "scipy", "PIL", "yaml", "tqdm", "packaging", "omegaconf", "hydra", "wandb", "tensorboard",
@@ -69,72 +74,74 @@ HOST_PACKAGES = frozenset(sys.stdlib_module_names) | {
 }  # fmt: skip
 """Packages whose calls do not answer with device tensors, or of whose answers nothing is known."""
 
-HOST_ATTRIBUTES = frozenset(
+HOST_ATTRIBUTES = named(
     "shape dtype device ndim is_cuda is_npu is_cpu layout requires_grad is_leaf itemsize nbytes names __name__ __class__ "
-    "__dict__ __doc__ is_sparse is_meta is_quantized".split()
+    "__dict__ __doc__ is_sparse is_meta is_quantized"
 )
 """Attributes of a tensor that are no tensors."""
-TENSOR_ATTRIBUTES = frozenset("data grad T mT H real imag main_grad grad_data param_data".split())
+TENSOR_ATTRIBUTES = named("data grad T mT H real imag main_grad grad_data param_data")
 """Attributes that are tensors again: of a tensor."""
-ONLY_TENSOR_ATTRIBUTES = frozenset("grad_fn is_cuda is_npu requires_grad main_grad".split())
+ONLY_TENSOR_ATTRIBUTES = named("grad_fn is_cuda is_npu requires_grad main_grad")
 """Attributes that only tensors have: reading one says what the value is."""
 
-HOST_METHODS = frozenset(
+HOST_METHODS = named(
     "item tolist cpu numpy size dim numel nelement element_size data_ptr get_device stride storage_offset is_contiguous "
     "untyped_storage storage is_floating_point is_complex pin_memory format join split_lines startswith endswith strip lower "
-    "upper replace encode decode keys index isoformat total_seconds mean_time state_dict".split()
+    "upper replace encode decode keys index isoformat total_seconds mean_time state_dict"
 )
 """Methods whose answer is no device tensor, whatever they are called on."""
-TENSOR_METHODS = frozenset(
+TENSOR_METHODS = named(
     "detach clone contiguous cuda npu xpu new_zeros new_ones new_empty new_full new_tensor expand_as view_as type_as "
     "masked_fill masked_select index_select index_add index_copy scatter_add scatter_reduce unsqueeze bfloat16 log_softmax "
-    "logsumexp repeat_interleave bmm masked_scatter addmm".split()
+    "logsumexp repeat_interleave bmm masked_scatter addmm"
 )
 """Methods that only tensors have, and whose answer is one."""
-SURE_METHODS = frozenset(
+SURE_METHODS = named(
     "detach contiguous new_zeros new_ones new_empty new_full new_tensor expand_as view_as type_as masked_fill masked_select "
     "index_select index_add index_copy scatter_add unsqueeze log_softmax logsumexp repeat_interleave bmm data_ptr "
     "untyped_storage record_stream element_size is_contiguous copy_ zero_ fill_ add_ sub_ mul_ div_ lerp_ "
-    "addcmul_ addcdiv_ masked_fill_ scatter_ scatter_add_ index_add_ index_copy_ clamp_ normal_ uniform_ detach_".split()
+    "addcmul_ addcdiv_ masked_fill_ scatter_ scatter_add_ index_add_ index_copy_ clamp_ normal_ uniform_ detach_"
 )
 """Methods that no other object is likely to have: calling one says what the value is."""
-VIEW_METHODS = frozenset(
+VIEW_METHODS = named(
     "to view reshape float half double int long bool short byte char type sum mean max min abs exp log pow norm repeat t any "
     "all split unbind sort topk flip roll round neg sub add mul div unique nonzero eq ne lt gt le ge logical_and logical_or "
     "logical_not floor ceil prod std var dequantize to_local full_tensor redistribute gather scatter permute transpose "
     "softmax argmax argmin argsort cumsum cumprod matmul triu tril unfold narrow expand chunk squeeze flatten clamp "
-    "clamp_min clamp_max sigmoid tanh relu rsqrt sqrt mm dot outer index_put index_fill tile movedim swapaxes".split()
+    "clamp_min clamp_max sigmoid tanh relu rsqrt sqrt mm dot outer index_put index_fill tile movedim swapaxes"
 )
 """Methods of tensors whose answer is a tensor, where they are called on one."""
-ITEM_METHODS = frozenset("values items get pop popleft popitem get_nowait setdefault __getitem__ peek copy".split())
+ITEM_METHODS = named("values items get pop popleft popitem get_nowait setdefault __getitem__ peek copy")
 """Methods whose answer is, or holds, a part of what they are called on."""
-MODULE_METHODS = frozenset("parameters named_parameters buffers named_buffers modules named_modules children".split())
+MODULE_METHODS = named("parameters named_parameters buffers named_buffers modules named_modules children")
 STORES = {
     "append": 0, "appendleft": 0, "extend": 0, "extendleft": 0, "add": 0, "insert": 1, "update": 0, "put": 0,
     "put_nowait": 0, "setdefault": 1, "__setitem__": 1, "push": 0,
 }  # fmt: skip
 """Methods that put an argument into what they are called on, and which argument."""
-PASSING = frozenset(
+PASSING = named(
     "list tuple dict set frozenset deque defaultdict OrderedDict sorted reversed iter next zip enumerate copy deepcopy "
-    "chain cast partial partialmethod proxy ref from_iterable SimpleNamespace filter map max min sum abs namedtuple".split()
+    "chain cast partial partialmethod proxy ref from_iterable SimpleNamespace filter map max min sum abs namedtuple"
 )
 """Functions whose answer holds their arguments."""
-CONTAINERS = frozenset(
+CONTAINERS = named(
     "dict list set deque defaultdict OrderedDict Queue SimpleQueue LifoQueue PriorityQueue WeakKeyDictionary "
-    "WeakValueDictionary WeakSet Counter Namespace SimpleNamespace ChainMap UserDict UserList".split()
+    "WeakValueDictionary WeakSet Counter Namespace SimpleNamespace ChainMap UserDict UserList"
 )
-QUEUES = frozenset("deque Queue SimpleQueue LifoQueue PriorityQueue".split())
-CACHES = frozenset("lru_cache cache cached".split())
+QUEUES = named("deque Queue SimpleQueue LifoQueue PriorityQueue")
+CACHES = named("lru_cache cache cached")
 
-_OPEN = re.compile("tensor|param|object|generic|type|any|buffer|output|input|batch|dict|list|union|modules?$|models?$", re.IGNORECASE)
-_HOST = re.compile("(?:^|_)(?:cpu|host|pinned|numpy)(?:_|$)", re.IGNORECASE)
-_SCALARS = frozenset(
-    "int float bool str bytes complex dtype device Size Path PathLike Enum Number ndarray Namespace slice range "
-    "Callable Type type".split()
+_OPEN = re.compile(
+    "tensor|param|object|generic|type|any|buffer|output|input|batch|dict|list|union|modules?$|models?$", re.IGNORECASE
 )
-_WRAPPERS = frozenset(
+_HOST = re.compile("(?:^|_)(?:cpu|host|pinned|numpy)(?:_|$)", re.IGNORECASE)
+_SCALARS = named(
+    "int float bool str bytes complex dtype device Size Path PathLike Enum Number ndarray Namespace slice range "
+    "Callable Type type"
+)
+_WRAPPERS = named(
     "Optional Union None List Dict Tuple Set Sequence Iterable Iterator Mapping MutableMapping Literal Final ClassVar list "
-    "dict tuple set frozenset FrozenSet Collection Annotated Deque deque DefaultDict OrderedDict".split()
+    "dict tuple set frozenset FrozenSet Collection Annotated Deque deque DefaultDict OrderedDict"
 )
 
 
@@ -144,7 +151,11 @@ def denies(names: list[str]) -> str:
     told = {name.rsplit(".", 1)[-1] for name in names} - _WRAPPERS
     if told and told <= _SCALARS:
         return "everything"
-    return "tensors" if told and all(name in _HANDLE_TYPES or name in _SCALARS or _is_object(name) for name in told) else ""
+    return (
+        "tensors"
+        if told and all(name in _HANDLE_TYPES or name in _SCALARS or _is_object(name) for name in told)
+        else ""
+    )
 
 
 def _is_object(name: str) -> bool:

@@ -223,7 +223,9 @@ def everything(path: str) -> tuple[list[SourceFile], SourceTree]:
         return [_without_source_folder(file, root) for file in files], open_tree(root)
     if place.is_file() and zipfile.is_zipfile(place):
         tree = open_tree(place)
-        tops = dict.fromkeys(PurePosixPath(name).parts[0] for name in zipfile.ZipFile(place).namelist() if name.strip("/"))
+        tops = dict.fromkeys(
+            PurePosixPath(name).parts[0] for name in zipfile.ZipFile(place).namelist() if name.strip("/")
+        )
         found = [file for top in tops for file in tree.modules(top.removesuffix(".py")) if not file.compiled]
         if not found:
             raise SourceError(f"{path}: no Python file in this archive")

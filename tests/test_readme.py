@@ -14,6 +14,7 @@ import pytest
 import torch
 from clusters import ROOT
 
+from mindspeed_recovery import cli
 from mindspeed_recovery.core.report import Report
 from mindspeed_recovery.logs import sinks
 from mindspeed_recovery.testing.simulator import UnsafeMemory
@@ -139,3 +140,15 @@ def test_log_of_ones_own_is_written_once(tmp_path: Path, monkeypatch: pytest.Mon
         {"step": 2, "late": 1.0},
         {"step": 3, "loss": 9.0},
     ]
+
+
+def test_the_audit_says_what_the_readme_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    title = "Which state of my own code is not covered\\?"
+    (tmp_path / "my_pkg").mkdir()
+    (tmp_path / "my_pkg" / "__init__.py").write_text("")
+    (tmp_path / "my_pkg" / "losses.py").write_text(example("python", title))
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["audit", "my_pkg", "--fail-on", "untracked"]) == 1
+    assert capsys.readouterr().out.startswith(example("text", title))

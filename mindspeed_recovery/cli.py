@@ -56,6 +56,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     verify.add_argument("--all", action="store_true", help="show the entries that were found, too")
     verify.set_defaults(run=_verify)
 
+    audit = commands.add_parser(
+        "audit",
+        help="find state of a program that can hold device tensors and that the catalogue does not know",
+        epilog="Nothing is imported. Exit code: 0, or 1 for a finding that --fail-on names; 2 bad use. A comment "
+        "'# recovery: ignore[RULE] reason' on the line of a finding, or the line above, leaves it alone.",
+    )
+    audit.add_argument(
+        "paths", nargs="+", metavar="PATH", help="files, folders, wheels, or names of installed packages"
+    )
+    audit.add_argument(
+        "--catalogue",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a TOML file besides the shipped ones; repeatable",
+    )
+    audit.add_argument("--only", choices=("tracked", "ignored", "untracked"), help="show these only")
+    audit.add_argument("--fail-on", choices=("untracked",), help="exit with 1 if there is one")
+    audit.add_argument(
+        "--confidence", choices=("low", "medium", "high"), default="medium", help="the least to be shown"
+    )
+    form = audit.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_const", dest="form", const="json", default="table", help="print JSON")
+    form.add_argument(
+        "--toml", action="store_const", dest="form", const="toml", help="print entries for a catalogue file"
+    )
+    audit.set_defaults(run=_audit)
+
     diagnose.add_command(commands)
     report.add_command(commands)
     args = parser.parse_args(argv)
@@ -80,6 +108,15 @@ def _verify(args: argparse.Namespace) -> int:
 
     files = args.catalogue or catalogue.shipped()
     return verify_command.run(args.source, args.code, files, as_json=args.json, show_all=args.all)
+
+
+def _audit(args: argparse.Namespace) -> int:
+    from mindspeed_recovery.tools import audit_command
+
+    files = [*catalogue.shipped(), *args.catalogue]
+    return audit_command.run(
+        args.paths, files, confidence=args.confidence, only=args.only, fail_on=args.fail_on, form=args.form
+    )
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import pytest
 import torch
 from clusters import ROOT
 
+from mindspeed_recovery import cli
 from mindspeed_recovery.core.report import Report
 from mindspeed_recovery.logs import sinks
 from mindspeed_recovery.testing.simulator import UnsafeMemory
@@ -154,3 +155,15 @@ def test_what_is_not_tracked_is_listed(
     assert lines == [
         "my_pkg.losses:TRACKER['z_loss']['values'] my_pkg.losses:TRACKER (2,) torch.float32 8 cpu",
     ]
+
+
+def test_the_audit_says_what_the_readme_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    title = "Which state of my own code is not covered\\?"
+    (tmp_path / "my_pkg").mkdir()
+    (tmp_path / "my_pkg" / "__init__.py").write_text("")
+    (tmp_path / "my_pkg" / "losses.py").write_text(example("python", title))
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["audit", "my_pkg", "--fail-on", "untracked"]) == 1
+    assert capsys.readouterr().out.startswith(example("text", title))

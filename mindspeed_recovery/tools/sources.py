@@ -8,10 +8,12 @@ encoding, size) is a `SourceError` of one line, so that a tool can say it and go
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib.metadata
 import importlib.util
 import io
 import os
+import re
 import tokenize
 import warnings
 import zipfile
@@ -24,6 +26,7 @@ from mindspeed_recovery.errors import RecoveryError
 LARGEST_FILE = 4 << 20
 """Bytes. Larger Python files are generated tables; parsing one would take gigabytes."""
 
+_LOOKED_AT = 60  # files of a folder that are asked whether it is a namespace package
 _COMPILED = (".so", ".pyd")
 
 
@@ -41,18 +44,18 @@ class SourceFile:
     is_package: bool = False
     compiled: bool = False
 
-    def text(self) -> str:
-        """The text, decoded as Python would. Raises SourceError."""
-        data = self._data()
+    def text(self, data: bytes | None = None) -> str:
+        """The text, decoded as Python would; of ``data``, where that is read already. Raises SourceError."""
+        data = self.data() if data is None else data
         try:
             encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
             return data.decode(encoding)
         except (SyntaxError, UnicodeDecodeError, LookupError) as error:
             raise SourceError(f"{self.path}: not text: {error}") from None
 
-    def parse(self) -> ast.Module:
-        """The syntax tree. Raises SourceError."""
-        data = self._data()
+    def parse(self, data: bytes | None = None) -> ast.Module:
+        """The syntax tree; of ``data``, where that is read already. Raises SourceError."""
+        data = self.data() if data is None else data
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # odd escapes in a source that is only read
@@ -62,7 +65,8 @@ class SourceFile:
         except (ValueError, RecursionError, MemoryError) as error:
             raise SourceError(f"{self.path}: cannot be parsed: {type(error).__name__}: {error}") from None
 
-    def _data(self) -> bytes:
+    def data(self) -> bytes:
+        """What the file contains. Raises SourceError, also for a file that is too large."""
         if self.compiled:
             raise SourceError(f"{self.path}: a compiled module has no source")
         try:
@@ -199,6 +203,66 @@ def python_files(path: Path) -> list[SourceFile]:
     if not files:
         raise SourceError(f"{path}: no Python file; give a .py file or a folder of them")
     return files
+
+
+def everything(path: str) -> tuple[list[SourceFile], SourceTree]:
+    """Every Python file below a path, or of a wheel or an installed package, by module; and the tree that they are of.
+
+    ``path``: a file, folder or wheel, or, where there is no such thing, the name of an installed module or package. A folder
+    without ``__init__.py`` whose files import each other by its name is a namespace package, and named so. Raises
+    SourceError.
+    """
+    place = Path(path)
+    if place.is_dir():
+        root = package_root(place)
+        if root == place.resolve() and _is_namespace(root):
+            files = [file for file in _walk(root, (root.name,), shown=place) if not file.compiled]
+            root = root.parent
+        else:
+            files = python_files(place)
+        return [_without_source_folder(file, root) for file in files], open_tree(root)
+    if place.is_file() and zipfile.is_zipfile(place):
+        tree = open_tree(place)
+        tops = dict.fromkeys(
+            PurePosixPath(name).parts[0] for name in zipfile.ZipFile(place).namelist() if name.strip("/")
+        )
+        found = [file for top in tops for file in tree.modules(top.removesuffix(".py")) if not file.compiled]
+        if not found:
+            raise SourceError(f"{path}: no Python file in this archive")
+        return found, tree
+    if place.is_file():
+        return python_files(place), open_tree(package_root(place))
+    if place.is_symlink() or not all(part.isidentifier() for part in path.split(".")):
+        raise SourceError(f"{path}: there is no such file or folder")
+    here = installed()
+    found = [file for file in here.modules(path) if not file.compiled]
+    if not found:
+        raise SourceError(f"{path}: there is no such file, folder or installed package")
+    return found, here
+
+
+def _is_namespace(folder: Path) -> bool:
+    """Whether files in the folder import modules of it by its name."""
+    if not folder.name.isidentifier():
+        return False
+    pattern = re.compile(rf"^\s*(?:from|import)\s+{re.escape(folder.name)}\.(\w+)", re.MULTILINE)
+    for number, file in enumerate(_walk(folder, ())):
+        if number >= _LOOKED_AT:
+            break
+        try:
+            text = file.data().decode("utf-8", "replace") if not file.compiled else ""
+        except SourceError:
+            continue
+        if any((folder / name).is_dir() or (folder / f"{name}.py").is_file() for name in pattern.findall(text)):
+            return True
+    return False
+
+
+def _without_source_folder(file: SourceFile, root: Path) -> SourceFile:
+    """``src.package.module`` is imported as ``package.module``."""
+    if file.module.startswith("src.") and not (root / "src" / "__init__.py").exists():
+        return dataclasses.replace(file, module=file.module[4:])
+    return file
 
 
 def package_root(path: Path) -> Path:

@@ -118,10 +118,9 @@ def average_parameters(save_states: bool = True) -> None:
     """The job keeps averages of its parameters, and counts its steps; it tells both at its end."""
     import cpu_device
     import torch
+    from megatron.training import training
 
     import mindspeed_recovery
-    from mindspeed_recovery.frameworks import megatron
-    from megatron.training import training
 
     if not save_states:
         save_no_states()

@@ -197,7 +197,7 @@ class Session:
         """A new process goes on after ``step`` of a checkpoint: put back, in place, what that holds of the states
         (``checkpoint.loaded``), which the framework has not loaded itself. After `start`, before the first step.
 
-        One WARNING names all states that cannot be put back. Raises RecoveryFailed for these if the session is ``strict``,
+        One WARNING names all states that cannot be put back. Raises StateError for these if the session is ``strict``,
         or training is wrong without one of them.
         """
         with self._quiet():
@@ -214,7 +214,7 @@ class Session:
             return
         text = f"training does not go on after step {step} as it would have: {together(problems)}"
         if self._strict or any(self.registry[name].spec.on_missing == "error" for name in problems):
-            raise RecoveryFailed(text)
+            raise StateError(text)
         logger.warning("%s", text)
 
     # ---- healthy steps, on the training thread ---------------------------------------------------------------------

@@ -317,7 +317,7 @@ class Loop:
         self._session.checkpoint.loaded = loaded
 
     def resume(self, loaded: Loaded) -> None:
-        """This process has begun with a checkpoint. Raises RecoveryFailed: see `Session.resume`."""
+        """This process has begun with a checkpoint. Raises StateError: see `Session.resume`."""
         self._session.checkpoint.loaded = loaded
         self._session.resume(self.done)
 

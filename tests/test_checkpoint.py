@@ -67,8 +67,7 @@ def through_a_file(content: Any) -> Any:
 
 
 def resume(session: Session, content: Any, step: int = STEP, **options: Any) -> None:
-    session.checkpoint.loaded = Loaded(content, **options)
-    session.resume(step)
+    session.resume(step, Loaded(content, **options))
 
 
 def as_bits(value: Any) -> Any:

@@ -86,7 +86,7 @@ class Checkpoint:
         self.last_words = False
         """A fault ends training: what is live may be unsafe or half a step further, the host copies are not."""
         self.loaded: Loaded | None = None
-        """What the framework has loaded and nobody has taken out yet."""
+        """What the framework has loaded in this recovery."""
 
     def must_pass(self, error: BaseException) -> bool:
         """Whether an error while saving is the runtime's to see. Others, and all in last words, must not end a save."""
@@ -186,15 +186,15 @@ class Checkpoint:
     def install(self, step: int) -> dict[str, str]:
         """In a recovery that has fallen back to the checkpoint of ``step``: its copies are the rank's own from now on. Returns
         why not, for the states that it lacks."""
-        copies, problems = self.read(step)
+        loaded, self.loaded = self.loaded or Loaded(None), None
+        copies, problems = self.read(step, loaded)
         for name, copy in copies.items():
             self._copies.start.receive(name, copy, copy.captures, ORIGIN)
         return problems
 
-    def read(self, step: int) -> tuple[dict[str, StateCopy], dict[str, str]]:
-        """Take the states of the end of ``step`` out of what was `loaded`. Returns a copy of each that this rank can use, and
+    def read(self, step: int, loaded: Loaded) -> tuple[dict[str, StateCopy], dict[str, str]]:
+        """Take the states of the end of ``step`` out of what was loaded. Returns a copy of each that this rank can use, and
         why not, for those that stand here and have none. What was to be left alone is in neither. Changes no state."""
-        loaded, self.loaded = self.loaded or Loaded(None), None
         copies: dict[str, StateCopy] = {}
         problems: dict[str, str] = {}
         problem = _problem(loaded, step)

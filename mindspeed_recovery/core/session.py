@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from mindspeed_recovery.core import actions, container, unsafe
-from mindspeed_recovery.core.checkpoint import Checkpoint, together
+from mindspeed_recovery.core.checkpoint import Checkpoint, Loaded, together
 from mindspeed_recovery.core.copies import Copies, Slot, StateCopy
 from mindspeed_recovery.core.location import Place
 from mindspeed_recovery.core.memory import DeviceMemory, synchronize
@@ -193,15 +193,15 @@ class Session:
     def _protected(self) -> Iterator[TrackedState]:
         return (state for state in self.registry if state.spec.policy is not Policy.IGNORED)
 
-    def resume(self, step: int) -> None:
-        """A new process goes on after ``step`` of a checkpoint: put back, in place, what that holds of the states
-        (``checkpoint.loaded``), which the framework has not loaded itself. After `start`, before the first step.
+    def resume(self, step: int, loaded: Loaded) -> None:
+        """A new process goes on after ``step`` of a checkpoint: put back, in place, what that holds of the states. After
+        `start` and what the framework loads itself, before the first step; every rank for itself.
 
         One WARNING names all states that cannot be put back. Raises StateError for these if the session is ``strict``,
         or training is wrong without one of them.
         """
         with self._quiet():
-            copies, problems = self.checkpoint.read(step)
+            copies, problems = self.checkpoint.read(step, loaded)
             for name, copy in copies.items():
                 outcome = Outcome(name, "restored")
                 try:

@@ -318,8 +318,7 @@ class Loop:
 
     def resume(self, loaded: Loaded) -> None:
         """This process has begun with a checkpoint. Raises StateError: see `Session.resume`."""
-        self._session.checkpoint.loaded = loaded
-        self._session.resume(self.done)
+        self._session.resume(self.done, loaded)
 
     def end_iteration(self, decide: Callable[[], bool], step: int) -> bool:
         """``checkpoint_and_decide_exit()`` is called after ``step``."""

@@ -303,7 +303,7 @@ def recovery_load_wrapper(_load_base_checkpoint: Wrapped) -> Wrapped:
         global _loaded
         result = load(*args, **kwargs)
         call = _bind(load, args, kwargs).arguments
-        options = call["args"]
+        options = call.get("args")
         # Rank 0's file is read by all for the arguments in it.
         if getattr(options, "enable_recovery_safe_globals", False) and not call.get("rank0"):
             from mindspeed_recovery.frameworks import megatron_checkpoint

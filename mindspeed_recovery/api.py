@@ -42,7 +42,7 @@ def track(
     function with a cache (``functools.lru_cache``), whose cache is the state; on a class together with ``attr``, the name
     of the class attribute that is the state (``on="instances"``: of the attribute on every instance). ``name`` defaults
     to one made from the location. ``options`` are those of `StateSpec`: quarantine, replay, to, fields, clear, settled,
-    on_missing, large, optional, replica, on, why.
+    on_missing, large, optional, replica, checkpoint, on, why.
 
     May be called before or after `enable`, before `enable` also without torch. Raises StateError for options that
     contradict each other or a name or location that is declared already, LocationError for a malformed location or, once

@@ -53,6 +53,7 @@ _OPTIONS: dict[str, type | tuple[type, ...]] = {
     "large": bool,
     "optional": bool,
     "replica": str,
+    "checkpoint": str,
 }
 _LOCATION = (str, list)
 _STATE_KEYS = {"name", "why", "policy", "at", "location", *_OPTIONS}

@@ -159,11 +159,12 @@ def _session(memory: Any, settings: dict[str, Any]) -> Any:
         return StateSpec(name, Location.parse(location), policy, source="the test", **options)
 
     tracker = "toy.parallel_state:_MOE_LAYER_WISE_LOGGING_TRACKER"
+    saved = {"checkpoint": "framework"}  # the toy's own checkpoint holds them
     states = [
         spec("tracker", tracker, Policy.RESET, quarantine=True, replay=True),
         spec("counts", "toy.training:counts", Policy.RESET),
-        spec("bias", "toy.training:bias", Policy.REPLICATE, on_missing=settings.get("on_missing", "error")),
-        spec("rng", "torch:default_generator", Policy.SNAPSHOT),
+        spec("bias", "toy.training:bias", Policy.REPLICATE, on_missing=settings.get("on_missing", "error"), **saved),
+        spec("rng", "torch:default_generator", Policy.SNAPSHOT, **saved),
     ]
     untracked = settings.get(f"untracked_on_{training.rank}", settings.get("untracked", ()))
     states = [state for state in states if state.name not in untracked]

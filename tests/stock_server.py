@@ -101,6 +101,51 @@ def leave_out(state: str) -> None:
     catalogue.installed_states = without
 
 
+def save_no_states() -> None:
+    """Checkpoints are those of a job without the plugin."""
+    from mindspeed_recovery.frameworks import megatron_checkpoint
+
+    megatron_checkpoint.states = lambda *args: {}
+
+
+AVERAGES: dict[str, Any] = {}
+"""Running averages of the parameters: equal on replicas, and changed after the optimizer has written."""
+CALLS = {"steps": 0}
+"""A rank's own."""
+
+
+def average_parameters(save_states: bool = True) -> None:
+    """The job keeps averages of its parameters, and counts its steps; it tells both at its end."""
+    import cpu_device
+    import torch
+    from megatron.training import training
+
+    import mindspeed_recovery
+
+    if not save_states:
+        save_no_states()
+    mindspeed_recovery.track("stock_server:AVERAGES", policy="replicate", settled="after-update", name="averages")
+    mindspeed_recovery.track("stock_server:CALLS", policy="snapshot", name="calls")
+    train_step = training.train_step
+    final_state = cpu_device.Device.final_state
+
+    @functools.wraps(train_step)
+    def step_and_average(forward_step: Any, data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        CALLS["steps"] += 1
+        result = train_step(forward_step, data, model, *args, **kwargs)
+        with torch.no_grad():
+            for name, parameter in model[0].module.named_parameters():
+                average = AVERAGES.setdefault(name, torch.zeros_like(parameter, dtype=torch.bfloat16))
+                average.lerp_(parameter.to(average.dtype), 0.25)
+        return result
+
+    def state_and_averages(device: Any) -> dict[str, Any]:
+        return final_state(device) | {"averages": dict(AVERAGES), "calls": dict(CALLS)}
+
+    training.train_step = step_and_average
+    cpu_device.Device.final_state = state_and_averages
+
+
 def forget_the_device() -> None:
     """Nothing names a device for the standalone runtime: nobody can recover the job."""
     from mindspeed_recovery.frameworks import megatron_loop

@@ -149,21 +149,32 @@ def test_checkpoint_is_loaded_where_no_replica_is(stock, tmp_path):
     options = *checkpoints(tmp_path, 2), *faults("uce@rank=1,step=6,at=forward")
     run = stock.run("pp2", ON, *options, tft=CASES["overlap"].tft)
     assert run.ended_well, run.tail()
-    # It is counted since the start of the process, and in no checkpoint.
-    assert not [line for line in differences(run, stock.baseline("pp2")) if "cumulative" not in line]
+    assert_equal(run, stock.baseline("pp2"))
     for rank in (0, 1):
         (report,) = run.reports(rank)
         assert (report["step"], report["from_checkpoint"]) == (4, True)
-        failed = [name for name, outcome in report["outcomes"].items() if outcome["error"]]
-        assert failed == (["mtp-acceptance-counts"] if rank == 1 else [])
+        assert not [outcome for outcome in report["outcomes"].values() if outcome["error"]], report
+        assert report["outcomes"]["mtp-acceptance-counts"]["source"] == "checkpoint"
+
+
+def test_state_that_the_checkpoint_lacks_is_named_and_is_not_what_it_was(stock, tmp_path):
+    options = *checkpoints(tmp_path, 2), *faults("uce@rank=1,step=6,at=forward")
+    run = stock.run("pp2", ON, *options, tft=CASES["overlap"].tft, prepare="stock_server:save_no_states")
+    assert run.ended_well, run.tail()
+    found = differences(run, stock.baseline("pp2"))
+    assert found
+    assert all("cumulative" in line for line in found), "it is counted since the start of the process"
+    (report,) = run.reports(1)
+    failed = {name: outcome["error"] for name, outcome in report["outcomes"].items() if outcome["error"]}
+    assert "mtp-acceptance-counts" in failed
+    assert all("the checkpoint holds no tracked states" in error for error in failed.values())
 
 
 @full
 def test_points_that_a_checkpoint_makes_training_compute_again_are_written_once(stock, tmp_path):
     options = *checkpoints(tmp_path, 2), *faults("uce@rank=0,step=4,at=log")
     run = stock.run("pp2", ON, *options, tft=CASES["tracker-hit"].tft)
-    assert run.ended_well, run.tail()
-    assert not [line for line in differences(run, stock.baseline("pp2")) if "cumulative" not in line]
+    assert_equal(run, stock.baseline("pp2"))
     assert [report["step"] for report in run.reports(1)] == [2]
 
 

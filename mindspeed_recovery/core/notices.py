@@ -13,8 +13,10 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from mindspeed_recovery.core import codec, memory
 from mindspeed_recovery.core.copies import StateCopy
@@ -60,10 +62,15 @@ def copy_digest(copy: StateCopy) -> str | None:
         value, storages = codec.encode((place.path, capture) for place, capture in copy.captures)
     except StateError:
         return None
-    digest = hashlib.sha256(json.dumps(value).encode())
+    return digest(value, storages)
+
+
+def digest(value: dict[str, Any], storages: Iterable[Tensor]) -> str:
+    """Of a described value (see `codec`) and its bytes."""
+    result = hashlib.sha256(json.dumps(value).encode())
     for storage in storages:
-        digest.update(memory.host_view(storage))
-    return digest.hexdigest()[:32]
+        result.update(memory.host_view(storage))
+    return result.hexdigest()[:32]
 
 
 class Notices:
@@ -79,12 +86,12 @@ class Notices:
         place = self._find()
         if place is None:
             return
-        digest = catalogue_digest(registry)
-        if self._published == (id(place.store), digest):
+        catalogue = catalogue_digest(registry)
+        if self._published == (id(place.store), catalogue):
             return
-        notice = {"protocol": PROTOCOL, "catalogue": digest, "states": [state.name for state in registry]}
+        notice = {"protocol": PROTOCOL, "catalogue": catalogue, "states": [state.name for state in registry]}
         place.store.set(f"{_PREFIX}/peer/{place.rank}", json.dumps(notice))
-        self._published = id(place.store), digest
+        self._published = id(place.store), catalogue
 
     def withdraw(self) -> None:
         """Say that this rank does not run the plugin any more."""
@@ -112,9 +119,32 @@ class Notices:
         place = self._find()
         if place is None:
             return
-        digests = {name: digest for name, copy in copies.items() if (digest := copy_digest(copy)) is not None}
+        digests = {name: found for name, copy in copies.items() if (found := copy_digest(copy)) is not None}
         self._digests = [*self._digests[-1:], (step, digests)]
         place.store.set(f"{_PREFIX}/digests/{place.rank}", json.dumps(self._digests))
+
+    def announce(self, step: int, digests: Mapping[str, str]) -> None:
+        """Digests of this rank's own states as they are saved after ``step``."""
+        place = self._find()
+        if place is not None:
+            place.store.set(f"{_PREFIX}/saved/{place.rank}", json.dumps([step, digests]))
+
+    def alike(
+        self, step: int, digests: Mapping[str, str], peers: Sequence[int], timeout: float
+    ) -> dict[str, list[int]]:
+        """For each state those of ``peers`` that have announced the same digest for ``step``. Waits up to ``timeout``
+        seconds in all for them."""
+        place = self._find()
+        alike: dict[str, list[int]] = {name: [] for name in digests}
+        deadline = time.monotonic() + timeout
+        if place is None:
+            return alike
+        for peer in peers:
+            theirs = _announced(place.store, peer, step, deadline)
+            for name, mine in digests.items():
+                if theirs.get(name) == mine:
+                    alike[name].append(peer)
+        return alike
 
     def not_equal(self, state: str, other: int) -> str:
         """Why the copies of ``state`` here and on rank ``other`` cannot be taken for equal; empty if their digests were
@@ -134,6 +164,17 @@ class Notices:
 def _digests(store: Any, rank: int) -> dict[int, dict[str, str]]:
     found = _read(store, f"{_PREFIX}/digests/{rank}", 0)
     return dict(found) if isinstance(found, list) else {}
+
+
+def _announced(store: Any, rank: int, step: int, deadline: float) -> dict[str, str]:
+    """The digests of ``rank`` for ``step``; empty if none have come until then. What it has said before is of earlier steps."""
+    while True:
+        said = _read(store, f"{_PREFIX}/saved/{rank}", max(0.0, deadline - time.monotonic()))
+        if isinstance(said, list) and said[0] == step:
+            return dict(said[1])
+        if time.monotonic() >= deadline:
+            return {}
+        time.sleep(_POLL_SECONDS)
 
 
 def _read(store: Any, key: str, timeout: float) -> Any:

@@ -43,6 +43,7 @@ TO = ("zeros", "empty", "none")
 SETTLED = ("before-update", "after-update", "after-logging")
 ON_MISSING = ("warn", "error")
 REPLICA = ("dense", "expert")
+CHECKPOINT = ("plugin", "framework")
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class StateSpec:
     is no state, instead of a LocationError.
     ``replica`` (replicate, snapshot): ``"expert"`` if it belongs to expert layers, and so is equal on the replicas of
     the experts' parameters instead of those of the dense ones.
+    ``checkpoint`` (replicate, snapshot): ``"framework"`` if the framework's own checkpoint holds the state, or the framework
+    makes it anew on purpose; else it rides there under a key of the plugin's.
     ``source``: where the declaration stands, for messages.
 
     Raises StateError for options that contradict each other.
@@ -86,6 +89,7 @@ class StateSpec:
     large: bool = False
     optional: bool = False
     replica: str = "dense"
+    checkpoint: str = "plugin"
     source: str = field(default="", compare=False)
 
     @property
@@ -103,7 +107,13 @@ class StateSpec:
     def _problem(self) -> str | None:
         if not NAME.fullmatch(self.name):
             return "name: write lower-case words and digits joined by '-', '_' or '.'"
-        for key, allowed in (("on", ON), ("settled", SETTLED), ("on_missing", ON_MISSING), ("replica", REPLICA)):
+        for key, allowed in (
+            ("on", ON),
+            ("settled", SETTLED),
+            ("on_missing", ON_MISSING),
+            ("replica", REPLICA),
+            ("checkpoint", CHECKPOINT),
+        ):
             if getattr(self, key) not in allowed:
                 return f"{key}: '{getattr(self, key)}' is not one of {', '.join(allowed)}"
         if isinstance(self.to, str) and self.to not in TO:
@@ -120,4 +130,6 @@ class StateSpec:
             return f"settled: only with policy 'replicate' or 'snapshot', not '{self.policy}'"
         if self.replica != "dense" and not self.policy.copied:
             return f"replica: only with policy 'replicate' or 'snapshot', not '{self.policy}'"
+        if self.checkpoint != "plugin" and not self.policy.copied:
+            return f"checkpoint: only with policy 'replicate' or 'snapshot', not '{self.policy}'"
         return None

@@ -304,8 +304,7 @@ class Exchange:
         """Read one offer. Nothing is allocated for it."""
         state = self._registry[offer.item.state]
         sites = {place.path: place for place in state.places(absent=True)}
-        limit = _physical_memory() if state.spec.large else LARGE_BYTES
-        decoder = Decoder(offer.value, _classes(state), _device_of, limit)
+        decoder = Decoder(offer.value, classes_of(state), device_of, size_limit(state))
         unknown = next((path for path, _ in decoder.roots if path not in sites), None)
         if unknown is not None:
             raise StateError(f"there is no place {unknown:.200} here")
@@ -390,7 +389,7 @@ class RepairHandle:
             raise RepairError(f"state '{self.name}' was not moved: {'; '.join(problems.values())}")
 
 
-def _classes(state: TrackedState) -> Callable[[str], type | None]:
+def classes_of(state: TrackedState) -> Callable[[str], type | None]:
     """The classes that a sent value may have: those of what stands here, and loaded ones of the state's own package."""
     package = state.spec.location.module.split(".", 1)[0]
     known: dict[str, type] = {}
@@ -419,15 +418,17 @@ def _classes(state: TrackedState) -> Callable[[str], type | None]:
     return find
 
 
-def _device_of(kind: str) -> torch.device | None:
+def device_of(kind: str) -> torch.device | None:
+    """This rank's device of a type; None if it has none."""
     if kind == "cpu":
         return torch.device("cpu")
     here = memory.current_device()
     return here if here.type == kind else None
 
 
-def _physical_memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def size_limit(state: TrackedState) -> int:
+    """How many bytes a value of this state may have, as far as a sender can be believed."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if state.spec.large else LARGE_BYTES
 
 
 def _text(error: Exception) -> str:

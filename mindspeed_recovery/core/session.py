@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_recovery.core import actions, container, reachable, unsafe
+from mindspeed_recovery.core.checkpoint import Checkpoint, Loaded, together
 from mindspeed_recovery.core.copies import Copies, Slot, StateCopy
 from mindspeed_recovery.core.location import Place
 from mindspeed_recovery.core.memory import DeviceMemory, synchronize
@@ -77,6 +78,8 @@ class Session:
         self._is_fault = is_fault or is_device_fault
         self._repair_timeout = repair_timeout
         self._notices = Notices()
+        self.checkpoint = Checkpoint(registry, self.copies, self.memory, self._notices, self._is_fault)
+        self._not_loaded: dict[str, str] = {}
         self._digests_due = True
         self._tried: dict[str, list[str]] = {}
         self._constants = Buffers(self.memory.host_empty)
@@ -202,10 +205,35 @@ class Session:
     def _protected(self) -> Iterator[TrackedState]:
         return (state for state in self.registry if state.spec.policy is not Policy.IGNORED)
 
+    def resume(self, step: int, loaded: Loaded) -> None:
+        """A new process goes on after ``step`` of a checkpoint: put back, in place, what that holds of the states. After
+        `start` and what the framework loads itself, before the first step; every rank for itself.
+
+        One WARNING names all states that cannot be put back. Raises StateError for these if the session is ``strict``,
+        or training is wrong without one of them.
+        """
+        with self._quiet():
+            copies, problems = self.checkpoint.read(step, loaded)
+            for name, copy in copies.items():
+                outcome = Outcome(name, "restored")
+                try:
+                    self._put_copy_back(self.registry[name], copy, outcome)
+                except Exception as error:
+                    outcome.error = f"{type(error).__name__}: {error}"
+                if outcome.error:
+                    problems[name] = outcome.error
+        if not problems:
+            return
+        text = f"training does not go on after step {step} as it would have: {together(problems)}"
+        if self._strict or any(self.registry[name].spec.on_missing == "error" for name in problems):
+            raise StateError(text)
+        logger.warning("%s", text)
+
     # ---- healthy steps, on the training thread ---------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
         """Step ``step`` begins: the one before it is quite finished, logging included. Takes ``start(step)``."""
+        self.checkpoint.last_words = False
         self._commit(self.copies.start, self.copies.update, step)
 
     def before_update(self, step: int) -> None:
@@ -415,7 +443,8 @@ class Session:
 
         ``replay``: the log line of ``step`` will be written again, as decided alike on every rank; the trackers then get
         the sums they held before logging. ``from_checkpoint``: the runtime has just loaded the checkpoint of ``step``;
-        copies of a run that is given up are worth nothing then, and what the checkpoint held stays as it was loaded.
+        copies of a run that is given up are worth nothing then. The states come from what the checkpoint holds of them
+        (``checkpoint.loaded``), and what the framework has loaded itself stays as it is.
         """
         self._report.step, self._report.replayed, self._report.from_checkpoint = step, replay, from_checkpoint
         with self._phase("restore"):
@@ -425,6 +454,7 @@ class Session:
             self._find_owners()
             self.copies.kept.discard(after_step=-1)
             self.copies.kept.begin(step)
+            self._not_loaded = self.checkpoint.install(step) if from_checkpoint else {}
             for state in self._protected():
                 with self._outcome(state, _DONE[state.spec.policy]) as outcome:
                     self._restore(state, step, replay, outcome)
@@ -476,7 +506,9 @@ class Session:
         return report
 
     def before_save(self) -> None:
-        """All ranks, before a last-words checkpoint: lift the quarantine and nothing else."""
+        """All ranks, before a last-words checkpoint: lift the quarantine and nothing else. What rides in it (`checkpoint`)
+        comes from host copies."""
+        self.checkpoint.last_words = True
         for name in list(self._quarantines):
             self._lift(name)
         self._open()
@@ -542,8 +574,11 @@ class Session:
             outcome.action = "absent"
             return
         unsafe = self._unsafe(state)
-        if not unsafe and (self._report.from_checkpoint or self.copies.live_is(state.spec, step, replay)):
-            outcome.action = "loaded" if self._report.from_checkpoint else "kept"
+        loaded = self._report.from_checkpoint and state.spec.checkpoint == "framework"
+        if state.name in self._not_loaded:
+            outcome.tried.append(f"checkpoint ({self._not_loaded[state.name]})")
+        if not unsafe and (loaded or self.copies.live_is(state.spec, step, replay)):
+            outcome.action = "loaded" if loaded else "kept"
             if _drawn_from(state.spec):
                 self.copies.kept.take(state.spec, state.places())
             return

@@ -343,6 +343,21 @@ def generator_state(generator: Any) -> Any:
     return generator.get_state() if hasattr(generator, "get_state") else generator.getstate()
 
 
+def layouts(node: Node, path: str) -> Iterator[tuple[str, Layout]]:
+    """Every tensor of a copy with its path, as `tensors` has it for the value."""
+    if isinstance(node, TensorNode):
+        yield path, node.layout
+    elif isinstance(node, DictNode):
+        for index, (key, item) in enumerate(node.items.items()):
+            yield from layouts(item, path + key_text(key, index))
+    elif isinstance(node, SequenceNode):
+        for index, item in enumerate(node.items):
+            yield from layouts(item, f"{path}[{index}]")
+    elif isinstance(node, RecordNode):
+        for name, part in node.parts.items():
+            yield from layouts(part, f"{path}.{name}")
+
+
 class ArrayNode(Node):
     """A numpy array."""
 

@@ -28,7 +28,7 @@ from mindspeed_recovery.core.location import Location
 from mindspeed_recovery.core.policy import Policy, StateSpec
 from mindspeed_recovery.core.report import Report
 from mindspeed_recovery.core.session import Session
-from mindspeed_recovery.frameworks import megatron
+from mindspeed_recovery.frameworks import megatron, megatron_checkpoint
 from mindspeed_recovery.frameworks.megatron import MegatronJob, before_first_write
 from mindspeed_recovery.frameworks.megatron_audit import LiveAudit
 from mindspeed_recovery.frameworks.megatron_drill import Rehearsal
@@ -39,6 +39,7 @@ from mindspeed_recovery.runtimes import standalone as standalone_runtime
 from mindspeed_recovery.runtimes.standalone import StandaloneRuntime
 
 if TYPE_CHECKING:
+    from mindspeed_recovery.core.checkpoint import Loaded
     from mindspeed_recovery.frameworks.megatron_loop import Standalone, Wrapped
 
 logger = logging.getLogger("mindspeed_recovery")
@@ -78,6 +79,7 @@ class Loop:
         self._enabled = False
         self._undo: list[Callable[[], None]] = []
         self._session = self._start_session(standalone)
+        megatron_checkpoint.warn_of_format(self._args)
         self._writer = self._training.get_tensorboard_writer()
         self.sink = sinks.find(self._writer, getattr(self._training, "get_wandb_writer", lambda: None)())
         self._reentry = Reentry(self._training, arguments["model"], arguments["optimizer"], arguments["config"])
@@ -300,7 +302,31 @@ class Loop:
 
     def save(self, save: Callable[[], Any]) -> Any:
         """``save_checkpoint_and_time()`` is called; in Megatron's loop inside `end_iteration`."""
+        megatron_checkpoint.announce(self._session.checkpoint, self._args, self.done)
         return self._do("checkpoint", save, "save", self.done)
+
+    def states(self, step: int) -> dict[str, Any]:
+        """What the plugin adds to a checkpoint of ``step``. Also on the thread of last words."""
+        return megatron_checkpoint.states(self._session.checkpoint, self._args, step)
+
+    def last_states(self) -> dict[str, Any]:
+        """What it adds to the checkpoint that ``pretrain()`` saves when ``train()`` has ended, if it will."""
+        if not self._args.save or self._checkpoint_due(self.done):
+            return {}
+        try:
+            megatron_checkpoint.announce(self._session.checkpoint, self._args, self.done)
+            return self.states(self.done)
+        except Exception as error:  # training has ended well
+            logger.warning("the last checkpoint will not hold the tracked states: %s: %s", type(error).__name__, error)
+            return {}
+
+    def loaded(self, loaded: Loaded | None) -> None:
+        """The framework has loaded a checkpoint in a recovery: its states are put back with the rollback."""
+        self._session.checkpoint.loaded = loaded
+
+    def resume(self, loaded: Loaded) -> None:
+        """This process has begun with a checkpoint. Raises StateError: see `Session.resume`."""
+        self._session.resume(self.done, loaded)
 
     def end_iteration(self, decide: Callable[[], bool], step: int) -> bool:
         """``checkpoint_and_decide_exit()`` is called after ``step``."""

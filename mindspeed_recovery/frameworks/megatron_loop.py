@@ -27,12 +27,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import wrapt
 
 if TYPE_CHECKING:
+    from mindspeed_recovery.core.checkpoint import Loaded
     from mindspeed_recovery.core.report import Report
     from mindspeed_recovery.frameworks.megatron_job import Loop
 
 logger = logging.getLogger("mindspeed_recovery")
 
 _TRAINING = "megatron.training.training"
+_CHECKPOINTING = "megatron.training.checkpointing"
 _ADAPTOR = "mindspeed_llm.core.high_availability"
 _OWN_LOOP = "mindspeed_llm.training.training"
 
@@ -55,6 +57,11 @@ _loop: Loop | None = None
 _entered = False
 _recoveries: list[dict[str, float]] = []
 _reports: list[Report] = []
+_loaded: Loaded | None = None
+"""What the checkpoint that this process begins with holds of the tracked states."""
+_last_states: dict[str, Any] | None = None
+"""The tracked states as of the end of ``train()``, for the checkpoint that may follow."""
+_last_step = -1
 _installed = False
 _hooked = False
 _follows_adaptor = _hooked_adaptor = False
@@ -94,18 +101,22 @@ def wrappers() -> Mapping[str, Callable[[Wrapped], Wrapped]]:
 
     The factories are always the same objects, and return a function that is wrapped already as it is.
     """
-    return {f"{_TRAINING}:{name}": factory for name, factory in _FACTORIES.items()}
+    return {f"{module}:{name}": factory for module in _FACTORIES for name, factory in _FACTORIES[module].items()}
 
 
 def install_when_loaded() -> Callable[[], None]:
-    """Wrap the loop's functions now or when ``megatron.training.training`` is loaded. Idempotent. Returns the inverse."""
+    """Wrap the loop's functions, and those of its checkpoints, now or when their modules are loaded. Idempotent. Returns the
+    inverse."""
     global _installed, _hooked
     _installed = True
     if not _hooked:
         _hooked = True  # wrapt keeps its hooks for the life of the process
-        wrapt.register_post_import_hook(_wrap_all, _TRAINING)
-    elif _TRAINING in sys.modules:
-        _wrap_all(sys.modules[_TRAINING])
+        for name in _FACTORIES:
+            wrapt.register_post_import_hook(_wrap_all, name)
+        return uninstall
+    for name in _FACTORIES:
+        if name in sys.modules:
+            _wrap_all(sys.modules[name])
     return uninstall
 
 
@@ -114,15 +125,15 @@ def uninstall() -> None:
     global _installed
     _installed = False
     _loops.clear()
-    module = sys.modules.get(_TRAINING)
-    for name in _FACTORIES if module is not None else ():
-        function = getattr(module, name, None)
-        if getattr(function, "_recovery_wrapper", False):
-            _rebind(name, function, function.__wrapped__)  # type: ignore[union-attr]
+    for module_name, factories in _FACTORIES.items():
+        for name in factories:
+            function = getattr(sys.modules.get(module_name), name, None)
+            if getattr(function, "_recovery_wrapper", False):
+                _rebind(name, function, function.__wrapped__)  # type: ignore[union-attr]
 
 
 def _wrap_all(module: ModuleType) -> None:
-    for name, factory in _FACTORIES.items() if _installed else ():
+    for name, factory in _FACTORIES[module.__name__].items() if _installed else ():
         function = getattr(module, name, None)
         if function is not None:
             _rebind(name, function, factory(function))
@@ -274,15 +285,54 @@ def recovery_write_args_wrapper(write_args_to_tensorboard: Wrapped) -> Wrapped:
     return _around(write_args_to_tensorboard, run)
 
 
-_FACTORIES: dict[str, Callable[[Wrapped], Wrapped]] = {
-    "train": recovery_train_wrapper,
-    "train_step": recovery_train_step_wrapper,
-    "training_log": recovery_training_log_wrapper,
-    "num_floating_point_operations": recovery_operations_wrapper,
-    "evaluate_and_print_results": recovery_evaluation_wrapper,
-    "save_checkpoint_and_time": recovery_checkpoint_wrapper,
-    "checkpoint_and_decide_exit": recovery_end_of_iteration_wrapper,
-    "write_args_to_tensorboard": recovery_write_args_wrapper,
+def recovery_state_dict_wrapper(generate_state_dict: Wrapped) -> Wrapped:
+    def run(generate: Wrapped, *args: Any, **kwargs: Any) -> Any:
+        state_dict = generate(*args, **kwargs)
+        step = _bind(generate, args, kwargs).arguments.get("iteration")
+        if _loop is not None and step is not None:
+            state_dict |= _loop.states(step)
+        elif _last_states is not None and _last_step == step:  # pretrain() saves once more after train()
+            state_dict |= _last_states
+        return state_dict
+
+    return _around(generate_state_dict, run)
+
+
+def recovery_load_wrapper(_load_base_checkpoint: Wrapped) -> Wrapped:
+    def run(load: Wrapped, *args: Any, **kwargs: Any) -> Any:
+        global _loaded
+        result = load(*args, **kwargs)
+        call = _bind(load, args, kwargs).arguments
+        options = call.get("args")
+        # Rank 0's file is read by all for the arguments in it.
+        if getattr(options, "enable_recovery_safe_globals", False) and not call.get("rank0"):
+            from mindspeed_recovery.frameworks import megatron_checkpoint
+
+            loaded = megatron_checkpoint.loaded(options, call["load_dir"], result)
+            if _loop is not None:
+                _loop.loaded(loaded)
+            elif loaded is not None:  # another model may be loaded later
+                _loaded = loaded
+        return result
+
+    return _around(_load_base_checkpoint, run)
+
+
+_FACTORIES: dict[str, dict[str, Callable[[Wrapped], Wrapped]]] = {
+    _TRAINING: {
+        "train": recovery_train_wrapper,
+        "train_step": recovery_train_step_wrapper,
+        "training_log": recovery_training_log_wrapper,
+        "num_floating_point_operations": recovery_operations_wrapper,
+        "evaluate_and_print_results": recovery_evaluation_wrapper,
+        "save_checkpoint_and_time": recovery_checkpoint_wrapper,
+        "checkpoint_and_decide_exit": recovery_end_of_iteration_wrapper,
+        "write_args_to_tensorboard": recovery_write_args_wrapper,
+    },
+    _CHECKPOINTING: {
+        "generate_state_dict": recovery_state_dict_wrapper,
+        "_load_base_checkpoint": recovery_load_wrapper,
+    },
 }
 
 
@@ -306,6 +356,8 @@ def _begin(train: Wrapped, arguments: dict[str, Any]) -> Loop | None:
     from mindspeed_recovery.frameworks.megatron_job import Loop
     from mindspeed_recovery.runtimes.mindio import layout
 
+    global _loaded
+    loaded, _loaded = _loaded, None
     args = sys.modules[_TRAINING].get_args()
     mindio = layout.find_decorator() is not None
     if not mindio and _standalone is None:
@@ -315,13 +367,22 @@ def _begin(train: Wrapped, arguments: dict[str, Any]) -> Loop | None:
                 "(mindio_ttp, --enable-high-availability), or name a device with megatron_loop.use_standalone()"
             )
         return None
-    return Loop(sys.modules[_TRAINING], train, arguments, None if mindio else _standalone)
+    loop = Loop(sys.modules[_TRAINING], train, arguments, None if mindio else _standalone)
+    if loaded is not None:
+        try:
+            loop.resume(loaded)
+        except BaseException:
+            loop.close()
+            raise
+    return loop
 
 
 def _run(loop: Loop, train: Wrapped, arguments: inspect.BoundArguments) -> Any:
     """``train()`` until it ends. MindIO TFT comes here again by itself after each recovery."""
+    global _last_states, _last_step
     try:
         result = loop.run(train, arguments)
+        _last_states, _last_step = loop.last_states(), loop.done
     except Exception:
         if loop.recovered_by_itself:
             _end(loop)

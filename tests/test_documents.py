@@ -16,7 +16,7 @@ from clusters import ROOT
 from mindspeed_recovery import catalogue
 from mindspeed_recovery.tools import compatibility
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 DOCUMENTS = ("README.md", "README.zh-CN.md", "CONTRIBUTING.md")
 PROGRAMS = ("mindspeed-recovery", "python", ".venv/bin/python", "make", "torchrun", ".venv/bin/torchrun", "pip")

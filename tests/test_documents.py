@@ -156,7 +156,10 @@ def test_both_languages_have_the_same_structure() -> None:
     )
     assert chinese == english
     links = re.compile(r"\]\(([^)]+)\)")
-    assert sorted(links.findall(text_of("README.zh-CN.md"))) == sorted(links.findall(text_of("README.md")))
+    english, chinese = (links.findall(text_of(name)) for name in DOCUMENTS[:2])
+    english.remove("README.zh-CN.md")  # the one pair that differs: each leads to the other language, once
+    chinese.remove("README.md")
+    assert sorted(chinese) == sorted(english)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS[:2])

@@ -349,9 +349,8 @@ def _sweep(args: argparse.Namespace, argv: list[str]) -> int:
         cases = [case for case in cases if args.only in case.storage]
         if not cases:
             raise SweepError(f"no storage's name has {args.only} in it; --list shows them all")
-    if args.sample is not None:
-        cases = sample(cases, args.sample, args.seed)
-    cases = cases[shard - 1 :: shards]
+    # All of them are mixed as well: what a sweep that was interrupted has seen then stands for the rest.
+    cases = sample(cases, args.sample or len(cases), args.seed)[shard - 1 :: shards]
     if args.list:
         print("\n".join(f"{case.kind:<40} {case}" for case in cases))
         return 0

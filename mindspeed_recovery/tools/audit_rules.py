@@ -240,6 +240,8 @@ class _Rules:
                 key = ("A", *cls, attribute)
                 if attribute.startswith("__") or attribute in record.registered or self._is_property(cls, attribute):
                     continue
+                if not self._linked.has(key):
+                    continue
                 writes = [w for w in self._linked.writes.get(key, []) if w[1].how != "use"]
                 if self._is_of_class(key, writes):
                     state = self._state(key)
@@ -377,7 +379,7 @@ class _Rules:
             for attribute in list(self._linked.attributes.get(owner, ())):
                 key = ("A", *owner, attribute)
                 writes = self._linked.writes.get(key, [])
-                if self._is_of_class(key, writes):
+                if self._is_of_class(key, writes) or not self._linked.has(key):
                     continue
                 inner = [(h, e) for h, e in self._linked.evidence(key).items()]
                 if depth < _DEPTH:

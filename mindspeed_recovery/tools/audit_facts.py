@@ -294,9 +294,7 @@ class _Scope:
             if known is None or not self.facts.functions[known].is_property:
                 self.owner.methods[name] = record.name
             if record.is_property and record.cached:  # a cached_property is kept in the instance
-                self._flow(
-                    (".", ("s", self.owner.name), name), (("()", ("f", record.name), -1),), "=", node.lineno
-                )
+                self._flow((".", ("s", self.owner.name), name), (("()", ("f", record.name), -1),), "=", node.lineno)
         elif at_module:
             self.facts.globals.setdefault(node.name, node.lineno)
             self.env[node.name] = (("f", record.name),)
@@ -712,7 +710,7 @@ class _Scope:
         last = name.rpartition(".")[2]
         passed = _join(*arguments, *(value for _, value in keywords)) if last in words.PASSING else NOTHING
         callee = self.value(function)
-        if any(self._is_dtype(argument) for argument in (*node.args, *(keyword.value for keyword in node.keywords))):
+        if callee and self._is_given_dtype(node):
             word = (words.Holds.TENSOR, words.MEDIUM, f"{name}() is given a type of tensors")
             passed = _join(passed, tuple(("x", atom, ("!", word, node.lineno)) for atom in callee))
         return _join(passed, self._called(callee, arguments, keywords, node.lineno))
@@ -769,6 +767,8 @@ class _Scope:
         for atom in base:
             if atom[0] == "s":
                 self.facts.classes[atom[1]].called.add(method)
+            elif atom[0] == "." and atom[1][0] == "s" and method in words.ONLY_MODULE_METHODS:
+                self.facts.classes[atom[1][1]].called.add(atom[2])
         if method in words.SURE_METHODS and base and not all(atom[0] in ("!", "s", "c") for atom in base):
             if method.endswith("_"):
                 for atom in base:
@@ -872,12 +872,12 @@ class _Scope:
             target = self.facts.imports.get(name, name)
         return ".".join([target, *reversed(parts)])
 
-    def _is_dtype(self, node: ast.expr) -> bool:
-        if not isinstance(node, ast.Attribute):
-            return False
-        first, _, last = self._canonical(node).rpartition(".")
-        return first == "torch" and last.startswith(
-            ("float", "bfloat", "int", "uint", "half", "double", "long", "bool")
+    def _is_given_dtype(self, node: ast.Call) -> bool:
+        """Whether a type of tensors is among the arguments."""
+        return any(
+            argument.attr.startswith(words.DTYPES) and self._canonical(argument) == f"torch.{argument.attr}"
+            for argument in (*node.args, *(keyword.value for keyword in node.keywords))
+            if isinstance(argument, ast.Attribute)
         )
 
     def _is_host(self, node: ast.expr) -> bool:

@@ -478,9 +478,10 @@ class Linked:
 
     def _evidence(self, target: int, holds: Holds, evidence: Evidence, context: Context = ()) -> None:
         node = self._nodes[target]
-        if node.denied and (node.denied == "everything" or holds is Holds.TENSOR):
-            if node.denied != "guesses" or evidence.level < words.HIGH:
-                return
+        if node.denied == "everything" or (node.denied == "tensors" and holds is Holds.TENSOR):
+            return
+        if node.denied == "guesses" and holds is Holds.TENSOR and evidence.level < words.HIGH:
+            return
         if node.forgets:
             context = ()
         known = node.evidence.get((holds, context))
@@ -577,8 +578,9 @@ class Linked:
                 if inner in self.modules[owner[0]].classes:
                     self._object(target, ("C", owner[0], inner))
                     return
-            if name == "apply" and kind == "C" and (forward := self._method(cls, ("forward",))) is not None:
-                if any(base.endswith("Function") for base in self.mro(cls)[1]):
+            if name == "apply" and kind == "C" and any(base.endswith("Function") for base in self.mro(cls)[1]):
+                forward = self._method(cls, ("forward",))
+                if forward is not None:
                     self._object(target, ("B", *forward, *cls))
             for owner in self._definers(cls, name):
                 self._edge(self._node(("A", *owner, name)), target)
@@ -587,11 +589,7 @@ class Linked:
 
     def _definers(self, cls: ClassId, name: str) -> list[ClassId]:
         """The classes, of this one and those it inherits from, that define an attribute; the class itself if none does."""
-        found = [
-            owner
-            for owner in self.mro(cls)[0]
-            if _defines(self.class_facts(owner), name)
-        ]
+        found = [owner for owner in self.mro(cls)[0] if _defines(self.class_facts(owner), name)]
         return found or [cls]
 
     def _is_object(self, number: int) -> bool:

@@ -88,7 +88,7 @@ class ClassFacts:
     rebound: set[str] = field(default_factory=set)
     """Attributes that a method gives each instance anew."""
     called: set[str] = field(default_factory=set)
-    """Attributes, and methods, that are called as ``self.name()``: no tensors."""
+    """Attributes, and methods, that are called as ``self.name()`` or used as modules are: no tensors."""
     decorators: Atoms = NOTHING
 
 

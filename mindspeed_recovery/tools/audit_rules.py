@@ -27,7 +27,7 @@ RULES = {
     "AUD112": "handle",
     "AUD201": "attribute of a module",
     "AUD202": "attribute of an optimizer",
-    "AUD203": "attribute of an object that a module or optimizer holds",
+    "AUD203": "attribute of an object that a module, an optimizer or a trainer holds, or of the trainer",
 }
 """Rule: the kind of hiding place."""
 
@@ -258,7 +258,7 @@ class _Rules:
                             writes,
                             readers=self._readers(facts, f".{attribute}"),
                         )
-                elif cls in lived and writes:
+                elif cls in lived and writes and not any(map(self._class_kind, self._classes(key))):
                     evidence = self._linked.evidence(key).get(Holds.TENSOR)
                     parameter = self._linked.evidence(key).get(Holds.PARAMETER)
                     handle = self._linked.evidence(key).get(Holds.HANDLE)
@@ -289,13 +289,16 @@ class _Rules:
         return bound[1] == "container" or any(flow.values and flow.function == name for _, flow in writes)
 
     def _long_lived(self) -> dict[ClassId, str]:
-        """Classes whose objects outlive a step: modules, optimizers, and what their attributes hold."""
+        """Classes whose objects outlive a step: modules, optimizers, what holds an optimizer, and what these hold."""
         linked = self._linked
         lived: dict[ClassId, str] = {}
         for module, facts in linked.modules.items():
             for name in facts.classes:
                 if kind := self._class_kind((module, name)):
                     lived[module, name] = kind
+        for cls, attributes in list(linked.attributes.items()):
+            if cls not in lived and any(self._is_optimizer(("A", *cls, attribute)) for attribute in list(attributes)):
+                lived[cls] = "trainer"
         waiting = list(lived)
         while waiting:
             cls = waiting.pop()
@@ -312,6 +315,11 @@ class _Rules:
                             lived[inner] = "held"
                             waiting.append(inner)
         return lived
+
+    def _is_optimizer(self, key: Key) -> bool:
+        """Whether an optimizer is there: what holds one lives as long as the training."""
+        written = self._linked.writes.get(key)
+        return bool(written) and any(self._class_kind(cls) == "optimizer" for cls in self._classes(key))
 
     def _class_kind(self, cls: ClassId) -> str:
         if cls not in self._kinds:

@@ -76,6 +76,9 @@ HOST_PACKAGES = frozenset(sys.stdlib_module_names) | {
 }  # fmt: skip
 """Packages whose calls do not answer with device tensors, or of whose answers nothing is known."""
 
+DTYPES = ("float", "bfloat", "int", "uint", "half", "double", "long", "bool")
+"""How the names of torch's types begin."""
+
 HOST_ATTRIBUTES = named(
     "shape dtype device ndim is_cuda is_npu is_cpu layout requires_grad is_leaf itemsize nbytes names __name__ __class__ "
     "__dict__ __doc__ is_sparse is_meta is_quantized"
@@ -117,6 +120,8 @@ VIEW_METHODS = named(
 ITEM_METHODS = named("values items get pop popleft popitem get_nowait setdefault __getitem__ peek copy get_group")
 """Methods whose answer is, or holds, a part of what they are called on."""
 MODULE_METHODS = named("parameters named_parameters buffers named_buffers modules named_modules children")
+ONLY_MODULE_METHODS = MODULE_METHODS | named("state_dict load_state_dict train eval zero_grad")
+"""Methods that a module, an optimizer or a model has, and no tensor or container of tensors."""
 STORES = {
     "append": 0, "appendleft": 0, "extend": 0, "extendleft": 0, "add": 0, "insert": 1, "update": 0, "put": 0,
     "put_nowait": 0, "setdefault": 1, "__setitem__": 1, "push": 0,

@@ -296,6 +296,8 @@ def test_what_is_called_is_no_tensor_and_layers_are_the_modules_own(run: Run, tm
     """
     assert found(tmp_path, run, source) == {}
     assert set(found(tmp_path, run, source.replace("self.act(self.model(x))", "x"))) == {"Wrapper.model", "Wrapper.act"}
+    plain = source.replace("import torch\n", "import torch\nfrom torch import nn\n", 1).replace("torch.nn.", "nn.")
+    assert found(tmp_path, run, plain) == {}
 
 
 def test_a_write_to_an_attribute_that_no_candidate_has_says_nothing_of_them(run: Run, tmp_path: Path) -> None:

@@ -402,7 +402,7 @@ class _Scope:
             for base in self.value(target.value):
                 if base[0] == "s" and how == "=" and self.owner is not None and base[1] == self.owner.name:
                     self.owner.rebound.add(attribute)
-                    if isinstance(source, ast.Call) and words.is_layer(self._canonical(source.func)):
+                    if isinstance(source, ast.Call) and words.is_layer(self._canonical(source.func).replace(":", ".")):
                         self.owner.registered.add(attribute)
                 if base[0] != "!" and (value or base[0] != "s") and _depth(base) < _DEEPEST:
                     self._flow((".", base, attribute), value, how, line)

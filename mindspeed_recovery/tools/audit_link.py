@@ -9,6 +9,7 @@ class, a module, or the object that lives at a place, so that ``get_tracker()[ke
 
 from __future__ import annotations
 
+import builtins
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -162,7 +163,10 @@ class Linked:
         """Whether an attribute is one of its class: by its text, by what it inherits from elsewhere, or given to it."""
         cls = (key[1], key[2])
         known = _defines(self.class_facts(cls), key[3]) or key in self.given or key in self.class_writes
-        return known or any(base != "object" for base in self.mro(cls)[1])
+        return known or any(
+            base.partition(".")[0] not in words.HOST_PACKAGES and not hasattr(builtins, base)
+            for base in self.mro(cls)[1]
+        )
 
     # ---- names ------------------------------------------------------------------------------------------------------
 

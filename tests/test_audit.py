@@ -732,6 +732,17 @@ def test_findings_are_mostly_right() -> None:
     assert all(row.get("note") for row in rows if not row["holds"])
 
 
+def test_trees_that_the_rules_were_not_made_on() -> None:
+    trees = json.loads((DATA / "audit_unseen.json").read_text(encoding="utf-8"))["trees"]
+    assert len(trees) >= 4
+    for tree in trees:
+        assert len(set(tree["sample"])) == 40, tree["tree"]
+        assert set(tree["wrong"]) <= set(tree["sample"]), tree["tree"]
+        assert set(tree["missed"]) < set(tree["known"]), tree["tree"]
+        assert len(tree["wrong"]) <= 0.3 * 40, tree["tree"]
+        assert len(tree["missed"]) <= 0.2 * len(tree["known"]), tree["tree"]
+
+
 def test_what_was_labelled_is_still_reported(megatron: Callable[[str], Path], run: Run) -> None:
     for version in ("0.12.1", "0.19.2"):
         wanted = {

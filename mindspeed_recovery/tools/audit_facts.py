@@ -462,9 +462,16 @@ class _Scope:
             self._flow(("g", name), value, how, line)
             return
         if self.branches and source is not None and self.env.get(name) and _mentions(source, name):
-            self.env[name] = value  # x = x.cpu()
+            self.env[name] = value if value or not _pins(source) else self.env[name]  # x = x.cpu()
         else:
             self._local(name, value)
+
+    def _fill(self, container: ast.expr, value: Atoms) -> None:
+        """A local list has the value in it from now on. (Of a mapping with this and that in it, nobody knows the rest.)"""
+        if isinstance(container, ast.Name) and self.is_function and value:
+            name = container.id
+            if name in self.env and name not in self.globals:
+                self.env[name] = _join(self.env[name], _contained(value))
 
     def _local(self, name: str, value: Atoms) -> None:
         self.env[name] = _join(self.env.get(name, NOTHING), value) if self.branches else value
@@ -783,6 +790,8 @@ class _Scope:
             for atom in base:
                 if atom[0] != "!" and value and _depth(atom) < _DEEPEST:
                     self._flow(atom, value, method, line)
+            if method in words.APPENDS:
+                self._fill(function.value, value)
         elif method == "clear" and not node.args:
             for atom in base:
                 if atom[0] in ("g", ".", "c"):
@@ -960,6 +969,11 @@ def _shape(node: ast.expr | None) -> str:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         return _shape(node.left)
     return "value"
+
+
+def _pins(node: ast.expr) -> bool:
+    """Whether a tensor is moved to pinned memory of the host: what an option may ask for."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "pin_memory"
 
 
 def _mentions(node: ast.expr, name: str) -> bool:

@@ -321,12 +321,16 @@ class _Rules:
         written = self._linked.writes.get(key)
         return bool(written) and any(self._class_kind(cls) == "optimizer" for cls in self._classes(key))
 
+    def _is_function(self, cls: ClassId) -> bool:
+        """Whether it is an autograd function: its ``apply`` is bound to no object."""
+        return any(base.endswith("Function") for base in self._linked.mro(cls)[1])
+
     def _class_kind(self, cls: ClassId) -> str:
         if cls not in self._kinds:
             known, outside = self._linked.mro(cls)
             methods = {name for owner in known for name in self._linked.class_facts(owner).methods}
             ends = [base.rpartition(".")[2] for base in outside]
-            if any(base == "torch.autograd.Function" or end == "Function" for base, end in zip(outside, ends)):
+            if self._is_function(cls):
                 kind = ""
             elif (
                 any(end.endswith("Optimizer") or base.startswith("torch.optim.") for base, end in zip(outside, ends))
@@ -357,7 +361,7 @@ class _Rules:
                 best = _State(holds, evidence)
         for label in self._linked.objects(key):
             inner: _State | None = None
-            if label[0] in ("I", "B"):
+            if label[0] == "I" or (label[0] == "B" and not self._is_function((label[-2], label[-1]))):
                 held = self._holds((label[-2], label[-1]), 1)
                 if held is not None:
                     inner = _State(held[1], held[2], held[0], "object" if label[0] == "I" else "bound method")

@@ -127,6 +127,8 @@ STORES = {
     "put_nowait": 0, "setdefault": 1, "__setitem__": 1, "push": 0,
 }  # fmt: skip
 """Methods that put an argument into what they are called on, and which argument."""
+APPENDS = named("append appendleft extend extendleft insert add")
+"""Those of lists and their like, whose elements are of one kind."""
 PASSING = named(
     "list tuple dict set frozenset deque defaultdict OrderedDict sorted reversed iter next zip enumerate copy deepcopy "
     "chain cast partial partialmethod proxy ref from_iterable SimpleNamespace filter map max min sum abs namedtuple"

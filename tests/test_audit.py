@@ -271,6 +271,168 @@ def test_attributes_of_modules_optimizers_and_what_they_hold(run: Run, tmp_path:
     assert {finding["on"] for finding in findings.values()} == {"instances"}
 
 
+def test_what_is_called_is_no_tensor_and_layers_are_the_modules_own(run: Run, tmp_path: Path) -> None:
+    source = """
+        import torch
+
+
+        def act(x):
+            return torch.relu(x)
+
+
+        def make(name):
+            return act
+
+
+        class Wrapper(torch.nn.Module):
+            def __init__(self, model):
+                self.model = model.to(device="cuda")
+                self.act = make("relu")(3)
+                self.layers = torch.nn.ModuleList()
+                self.layers.append(torch.nn.Linear(2, 2))
+
+            def forward(self, x):
+                return self.act(self.model(x))
+    """
+    assert found(tmp_path, run, source) == {}
+    assert set(found(tmp_path, run, source.replace("self.act(self.model(x))", "x"))) == {"Wrapper.model", "Wrapper.act"}
+    plain = source.replace("import torch\n", "import torch\nfrom torch import nn\n", 1).replace("torch.nn.", "nn.")
+    assert found(tmp_path, run, plain) == {}
+
+
+def test_a_write_to_an_attribute_that_no_candidate_has_says_nothing_of_them(run: Run, tmp_path: Path) -> None:
+    source = """
+        import torch
+
+
+        class Left:
+            def __init__(self):
+                self.size = 1
+
+
+        class Right:
+            def __init__(self):
+                self.scale = torch.ones(1, device="cuda")
+
+
+        class Layer(torch.nn.Module):
+            def __init__(self):
+                self.meta = {"left": Left(), "right": Right()}
+
+            def forward(self, x):
+                self.meta["right"].scale = x.detach()
+                self.meta["right"].history = x.detach()
+    """
+    assert set(found(tmp_path, run, source)) == {"Right.scale"}
+    only = source.replace('"left": Left(), ', "")
+    assert set(found(tmp_path, run, only)) == {"Right.scale", "Right.history"}
+
+
+def test_private_names_are_told_as_python_stores_them(run: Run, tmp_path: Path) -> None:
+    source = """
+        import torch
+
+
+        class Adam(torch.optim.Optimizer):
+            def step(self):
+                self.__fill(torch.ones(1, device="cuda"))
+
+            def __fill(self, value):
+                self.__flat = value
+
+            def __len__(self):
+                return 1
+    """
+    assert set(found(tmp_path, run, source)) == {"Adam._Adam__flat"}
+
+
+def test_what_an_autograd_function_is_given_is_followed(run: Run, tmp_path: Path) -> None:
+    source = """
+        import torch
+
+        HANDLES = {}
+
+
+        class Wait(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, handles):
+                ctx.handles = handles
+                return x
+
+            @staticmethod
+            def backward(ctx, grad):
+                ctx.handles["last"] = torch.distributed.all_reduce(grad, async_op=True)
+                return grad, None
+
+
+        def step(x):
+            return Wait.apply(x, HANDLES)
+    """
+    assert {name: f["holds"] for name, f in found(tmp_path, run, source).items()} == {"HANDLES": "handle"}
+    assert found(tmp_path, run, source.replace("x, HANDLES)", "x, {})")) == {}
+
+
+def test_a_function_that_is_handed_over_answers_the_call_that_did_so(run: Run, tmp_path: Path) -> None:
+    source = """
+        import torch
+
+
+        def default(value, other):
+            return other() if callable(other) else other
+
+
+        class Layer(torch.nn.Module):
+            def __init__(self, size):
+                self.size = default(None, size)
+                self.mask = default(None, lambda: torch.ones(1, device="cuda"))
+    """
+    assert set(found(tmp_path, run, source)) == {"Layer.mask"}
+
+
+def test_data_sets_are_on_the_host_and_trainers_last(run: Run, tmp_path: Path) -> None:
+    source = """
+        import torch
+
+
+        class Adam(torch.optim.Optimizer):
+            pass
+
+
+        class Rows(torch.utils.data.Dataset):
+            def __init__(self, rows):
+                self.rows = torch.cat(rows)
+                self.table = torch.zeros(3, device="cuda")
+
+
+        class Trainer:
+            def __init__(self, rows):
+                self.data = Rows(rows)
+                self.optimizer = Adam()
+                self.average = {}
+
+            def keep(self, name, tensor):
+                self.average[name] = tensor.detach()
+    """
+    assert set(found(tmp_path, run, source)) == {"Rows.table", "Trainer.average"}
+    assert found(tmp_path, run, source.replace("self.optimizer = Adam()", "pass")) == {}
+
+
+def test_tensors_keep_their_device_through_their_methods(run: Run, tmp_path: Path) -> None:
+    source = """
+        import torch
+
+        KEPT, STATES = [], {}
+
+
+        def keep(x, accelerator):
+            KEPT.append(torch.tensor(()).new_empty(3, device=x.device))
+            STATES["rng"] = accelerator.get_rng_state()
+    """
+    findings = found(tmp_path, run, source)
+    assert {name: f["holds"] for name, f in findings.items()} == {"KEPT": "tensor", "STATES": "random state"}
+    assert found(tmp_path, run, source.replace("x.device", '"cpu"').replace("get_rng_state", "get_state")) == {}
+
+
 def test_singletons_of_a_metaclass_or_a_decorator(run: Run, tmp_path: Path) -> None:
     source = """
         import torch
@@ -568,6 +730,17 @@ def test_findings_are_mostly_right() -> None:
     assert len({(row["tree"], row["rule"], row["location"]) for row in rows}) == len(rows) == 100
     assert sum(row["holds"] for row in rows) / len(rows) >= 0.7
     assert all(row.get("note") for row in rows if not row["holds"])
+
+
+def test_trees_that_the_rules_were_not_made_on() -> None:
+    trees = json.loads((DATA / "audit_unseen.json").read_text(encoding="utf-8"))["trees"]
+    assert len(trees) >= 4
+    for tree in trees:
+        assert len(set(tree["sample"])) == 40, tree["tree"]
+        assert set(tree["wrong"]) <= set(tree["sample"]), tree["tree"]
+        assert set(tree["missed"]) < set(tree["known"]), tree["tree"]
+        assert len(tree["wrong"]) <= 0.3 * 40, tree["tree"]
+        assert len(tree["missed"]) <= 0.2 * len(tree["known"]), tree["tree"]
 
 
 def test_what_was_labelled_is_still_reported(megatron: Callable[[str], Path], run: Run) -> None:

@@ -90,6 +90,11 @@ def _result(atoms: Atoms) -> Atoms:
     return tuple(made)
 
 
+def _tensors(atoms: Atoms) -> Atoms:
+    """Those that are known to be tensors."""
+    return tuple(atom for atom in atoms if atom[0] == "!" and atom[1][0] is words.Holds.TENSOR)
+
+
 def _contained(atoms: Atoms) -> Atoms:
     """A container of these."""
     return tuple(atom if atom[0] in ("!", "+", "x", "e", "f", "c") else ("e", atom) for atom in atoms)
@@ -248,11 +253,13 @@ class _Scope:
             elif isinstance(target, ast.Name) and self._is_global(target.id):
                 self.facts.denied[target.id] = denied
             elif isinstance(target, ast.Attribute) and self.owner is not None and dotted(target.value) == "self":
-                self.owner.denied[target.attr] = denied
+                self.owner.denied[self._mangled(target.attr)] = denied
         if self.owner is not None and not self.is_function and isinstance(target, ast.Name):
             kind = "field" if self.owner.is_record else _shape(node.value)
             if node.value is not None or self.owner.is_record:
                 self.owner.attributes.setdefault(target.id, (node.lineno, kind))
+            else:  # declared for the objects
+                self.owner.rebound.add(target.id)
             value = _join(promised, self.value(node.value))
             if value:
                 self._flow((".", ("c", self.owner.name), target.id), value, "=", node.lineno)
@@ -282,13 +289,12 @@ class _Scope:
         at_module = not self.is_function and self.owner is None
         record = self._function(node, node.name)
         if self.owner is not None and not self.is_function:
-            known = self.owner.methods.get(node.name)
+            name = self._mangled(node.name)
+            known = self.owner.methods.get(name)
             if known is None or not self.facts.functions[known].is_property:
-                self.owner.methods[node.name] = record.name
+                self.owner.methods[name] = record.name
             if record.is_property and record.cached:  # a cached_property is kept in the instance
-                self._flow(
-                    (".", ("s", self.owner.name), node.name), (("()", ("f", record.name), -1),), "=", node.lineno
-                )
+                self._flow((".", ("s", self.owner.name), name), (("()", ("f", record.name), -1),), "=", node.lineno)
         elif at_module:
             self.facts.globals.setdefault(node.name, node.lineno)
             self.env[node.name] = (("f", record.name),)
@@ -320,7 +326,10 @@ class _Scope:
         endings = {dotted(d.func if isinstance(d, ast.Call) else d).rpartition(".")[2] for d in decorators}
         method = self.owner is not None and not self.is_function
         receiver = ""
-        if method and "staticmethod" not in endings and names:
+        if method and "staticmethod" in endings and names and label in ("forward", "backward", "setup_context"):
+            bases = self.owner.bases if self.owner is not None else ()
+            receiver = "self" if any(base.endswith("Function") for base in bases) else ""  # ctx: an object of the class
+        elif method and "staticmethod" not in endings and names:
             of_class = "classmethod" in endings or label in ("__new__", "__init_subclass__", "__class_getitem__")
             receiver = "cls" if of_class else "self"
         record = FunctionFacts(
@@ -389,11 +398,14 @@ class _Scope:
         elif isinstance(target, ast.Starred):
             self.bind(target.value, value, how, line)
         elif isinstance(target, ast.Attribute):
+            attribute = self._mangled(target.attr)
             for base in self.value(target.value):
                 if base[0] == "s" and how == "=" and self.owner is not None and base[1] == self.owner.name:
-                    self.owner.rebound.add(target.attr)
+                    self.owner.rebound.add(attribute)
+                    if isinstance(source, ast.Call) and words.is_layer(self._canonical(source.func).replace(":", ".")):
+                        self.owner.registered.add(attribute)
                 if base[0] != "!" and (value or base[0] != "s") and _depth(base) < _DEEPEST:
-                    self._flow((".", base, target.attr), value, how, line)
+                    self._flow((".", base, attribute), value, how, line)
         elif isinstance(target, ast.Subscript):
             name = self._computed_global(target)
             if name:
@@ -410,6 +422,17 @@ class _Scope:
                 if base[0] != "!" and value:
                     self._flow(base, value, "item" if how == "=" else how, line)
 
+    def _mangled(self, name: str) -> str:
+        """A name as Python stores it: ``__name`` within a class belongs to that class alone."""
+        if not name.startswith("__") or name.endswith("__"):
+            return name
+        scope: _Scope | None = self
+        while scope is not None and scope.owner is None:
+            scope = scope.outer
+        if scope is None or scope.owner is None:
+            return name
+        return f"_{scope.owner.name.rpartition('.')[2].lstrip('_')}{name}"
+
     def _bind_name(self, name: str, value: Atoms, how: str, line: int, source: ast.expr | None) -> None:
         if name in self.nonlocals:
             owner = self._captured_from(name)
@@ -419,11 +442,12 @@ class _Scope:
                 self._flow(("cell", owner.name, name), value, how, line)
             return
         if not self.is_function and self.owner is not None:
+            self.env[name] = _join(self.env.get(name, NOTHING), value)
+            name = self._mangled(name)
             if isinstance(source, ast.Call) and dotted(source.func) == "property":
                 self.owner.attributes[name] = (line, "property")
                 return
             self.owner.attributes.setdefault(name, (line, "field" if self.owner.is_record else _shape(source)))
-            self.env[name] = _join(self.env.get(name, NOTHING), value)
             if value:
                 self._flow((".", ("c", self.owner.name), name), value, how, line)
             return
@@ -438,9 +462,16 @@ class _Scope:
             self._flow(("g", name), value, how, line)
             return
         if self.branches and source is not None and self.env.get(name) and _mentions(source, name):
-            self.env[name] = value  # x = x.cpu()
+            self.env[name] = value if value or not _pins(source) else self.env[name]  # x = x.cpu()
         else:
             self._local(name, value)
+
+    def _fill(self, container: ast.expr, value: Atoms) -> None:
+        """A local list has the value in it from now on. (Of a mapping with this and that in it, nobody knows the rest.)"""
+        if isinstance(container, ast.Name) and self.is_function and value:
+            name = container.id
+            if name in self.env and name not in self.globals:
+                self.env[name] = _join(self.env[name], _contained(value))
 
     def _local(self, name: str, value: Atoms) -> None:
         self.env[name] = _join(self.env.get(name, NOTHING), value) if self.branches else value
@@ -500,7 +531,7 @@ class _Scope:
         """What these are follows from what is done with them."""
         for atom in atoms:
             if atom[0] in ("p", "g", ".", "cell") and _depth(atom) < 3:
-                self._flow(atom, (("!", (words.Holds.TENSOR, words.MEDIUM, why), line),), "use", line)
+                self._flow(atom, (("!", (words.Holds.TENSOR, words.MEDIUM, why), line),), "used", line)
 
     def _computed_global(self, node: ast.Subscript) -> str:
         """The name in ``globals()["NAME"]``, or in ``sys.modules[__name__].__dict__["NAME"]``."""
@@ -554,7 +585,7 @@ class _Scope:
             places.append((line, self.name))
 
     def _attribute(self, node: ast.Attribute) -> Atoms:
-        attribute = node.attr
+        attribute = self._mangled(node.attr)
         base = self.value(node.value)
         self._read("." + attribute, node.lineno)
         if attribute in words.ONLY_TENSOR_ATTRIBUTES and base:
@@ -686,7 +717,7 @@ class _Scope:
         last = name.rpartition(".")[2]
         passed = _join(*arguments, *(value for _, value in keywords)) if last in words.PASSING else NOTHING
         callee = self.value(function)
-        if any(self._is_dtype(argument) for argument in (*node.args, *(keyword.value for keyword in node.keywords))):
+        if callee and self._is_given_dtype(node):
             word = (words.Holds.TENSOR, words.MEDIUM, f"{name}() is given a type of tensors")
             passed = _join(passed, tuple(("x", atom, ("!", word, node.lineno)) for atom in callee))
         return _join(passed, self._called(callee, arguments, keywords, node.lineno))
@@ -739,6 +770,12 @@ class _Scope:
         if method == "cuda" and dotted(function.value) in ("torch", "th"):
             return NOTHING
         base = self.value(function.value)
+        method = self._mangled(method)
+        for atom in base:
+            if atom[0] == "s":
+                self.facts.classes[atom[1]].called.add(method)
+            elif atom[0] == "." and atom[1][0] == "s" and method in words.ONLY_MODULE_METHODS:
+                self.facts.classes[atom[1][1]].called.add(atom[2])
         if method in words.SURE_METHODS and base and not all(atom[0] in ("!", "s", "c") for atom in base):
             if method.endswith("_"):
                 for atom in base:
@@ -753,13 +790,18 @@ class _Scope:
             for atom in base:
                 if atom[0] != "!" and value and _depth(atom) < _DEEPEST:
                     self._flow(atom, value, method, line)
+            if method in words.APPENDS:
+                self._fill(function.value, value)
         elif method == "clear" and not node.args:
             for atom in base:
                 if atom[0] in ("g", ".", "c"):
                     self._flow(atom, NOTHING, method, line)
         if method in words.HOST_METHODS:
             return NOTHING
-        if method == "to" and node.args and self._is_host(node.args[0]):
+        where = next((keyword.value for keyword in node.keywords if keyword.arg == "device"), None)
+        if method == "to" and node.args and where is None:
+            where = node.args[0]
+        if where is not None and self._is_host(where):
             return NOTHING
         callee = tuple(
             (".", atom, method) for atom in base if atom[0] not in ("!", "+", "x") and _depth(atom) < _DEEPEST
@@ -768,15 +810,12 @@ class _Scope:
         if method in ("cuda", "npu", "xpu") and not (base and base[0][0] == "s"):
             return _join((("!", (words.Holds.TENSOR, words.HIGH, f".{method}()"), line),), called)
         if method in words.TENSOR_METHODS and not (base and base[0][0] in ("s", "c")):
-            device = next((k.value for k in node.keywords if k.arg == "device"), None)
-            if device is not None and self._is_host(device):
-                return NOTHING
-            word = (words.Holds.TENSOR, words.HIGH if device is not None else words.MEDIUM, f".{method}()")
-            known = tuple(atom for atom in base if atom[0] == "!" and atom[1][0] is words.Holds.TENSOR)
+            word = (words.Holds.TENSOR, words.HIGH if where is not None else words.MEDIUM, f".{method}()")
+            known = _tensors(base) if where is None else NOTHING
             return _join(known or (("!", word, line),), called)
-        if method == "to" and node.args and not (base and base[0][0] in ("s", "c")):
-            where = dotted(node.args[0])
-            if not ("device" in where or where.endswith("local_rank")):
+        if method == "to" and where is not None and not (base and base[0][0] in ("s", "c")):
+            place = dotted(where)
+            if node.args and where is node.args[0] and not ("device" in place or place.endswith("local_rank")):
                 return _join(_result(base), called)
             return _join((("!", (words.Holds.TENSOR, words.HIGH, ".to(device)"), line),), called)
         if method in words.VIEW_METHODS:
@@ -791,7 +830,10 @@ class _Scope:
             return _join((("!", word, line),), called)
         if method in words.MODULE_METHODS:
             return (("!", (words.Holds.PARAMETER, words.MEDIUM, f".{method}()"), line),)
-        return called
+        word_of_any = words.method(method) if base and base[0][0] not in ("s", "c") else None
+        if word_of_any is not None:
+            return _join((("!", word_of_any, line),), called)
+        return _join(_tensors(base), called)  # a method of a tensor answers with one
 
     def _called(self, callee: Atoms, arguments: list[Atoms], keywords: list[tuple[str, Atoms]], line: int) -> Atoms:
         callee = tuple(atom for atom in callee if atom[0] not in ("!", "+", "x") and _depth(atom) < _DEEPEST)
@@ -839,12 +881,12 @@ class _Scope:
             target = self.facts.imports.get(name, name)
         return ".".join([target, *reversed(parts)])
 
-    def _is_dtype(self, node: ast.expr) -> bool:
-        if not isinstance(node, ast.Attribute):
-            return False
-        first, _, last = self._canonical(node).rpartition(".")
-        return first == "torch" and last.startswith(
-            ("float", "bfloat", "int", "uint", "half", "double", "long", "bool")
+    def _is_given_dtype(self, node: ast.Call) -> bool:
+        """Whether a type of tensors is among the arguments."""
+        return any(
+            argument.attr.startswith(words.DTYPES) and self._canonical(argument) == f"torch.{argument.attr}"
+            for argument in (*node.args, *(keyword.value for keyword in node.keywords))
+            if isinstance(argument, ast.Attribute)
         )
 
     def _is_host(self, node: ast.expr) -> bool:
@@ -927,6 +969,11 @@ def _shape(node: ast.expr | None) -> str:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         return _shape(node.left)
     return "value"
+
+
+def _pins(node: ast.expr) -> bool:
+    """Whether a tensor is moved to pinned memory of the host: what an option may ask for."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "pin_memory"
 
 
 def _mentions(node: ast.expr, name: str) -> bool:

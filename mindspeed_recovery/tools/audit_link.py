@@ -9,6 +9,7 @@ class, a module, or the object that lives at a place, so that ``get_tracker()[ke
 
 from __future__ import annotations
 
+import builtins
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -53,19 +54,21 @@ Context = tuple[int, ...]
 """The calls, innermost last, through whose arguments something came: it leaves a function by the call that it came by."""
 _Edge = tuple[int, int, int]
 """To which node, how (below), and by which call."""
-_ALL, _OPERATION, _ARGUMENT, _RESULT, _WEAK, _ELEMENT = range(6)
+_ALL, _OPERATION, _ARGUMENT, _RESULT, _WEAK, _ELEMENT, _MADE, _HANDED = range(8)
 _MOST_CALLS = 2  # of a context
 _MOST_CONTEXTS = 12
 
 
 class Linked:
     """The graph. ``writes``: the flows into each place; ``class_writes``: attributes that a function writes on a
-    class; ``paths``: attributes of the object in a global, written through that global."""
+    class; ``given``: attributes that only code outside of their class gives its objects; ``paths``: attributes of the
+    object in a global, written through that global."""
 
     def __init__(self, modules: Iterable[ModuleFacts]) -> None:
         self.modules = {facts.module: facts for facts in modules}
         self.writes: dict[Key, list[tuple[str, Flow]]] = defaultdict(list)
         self.class_writes: set[Key] = set()
+        self.given: set[Key] = set()
         self.paths: dict[Key, dict[str, list[tuple[str, Flow]]]] = defaultdict(lambda: defaultdict(list))
         self.attributes: dict[ClassId, dict[str, None]] = defaultdict(dict)
         self.function_attributes: dict[Key, None] = {}
@@ -84,12 +87,25 @@ class Linked:
         self._sites: dict[tuple[str, Any], int] = {}
         self._unknown: list[tuple[int, int, int]] = []
         """Calls of something that may turn out to be a function that is read: callee, argument, result."""
+        self._used: list[tuple[str, Flow]] = []
+        """What is treated as a tensor, unless it turns out to be an object of a class that is read."""
+        self._strange: dict[tuple[int, str, str, Flow], None] = {}
+        """Writes of an attribute that the class of the object does not have: the object may be something else."""
+        self._handed: dict[int, tuple[int, int]] = {}
+        self._callables: set[Key] = set()
         self._has_edge: set[tuple[int, int, int, int]] = set()
         self._by_metaclass: dict[ClassId, list[ClassId]] = defaultdict(list)
         for facts in self.modules.values():
             self._seed(facts)
         for facts in self.modules.values():
             self._build(facts)
+        self._settle()
+        for module, flow in self._used:
+            number = self._atom(module, flow.place)
+            if number is not None and not self._is_object(number):
+                self._flow(module, flow._replace(how="use"))
+        for source, module, name, flow in self._strange:
+            self._set_strange(source, module, name, flow)
         self._settle()
         for callee, source, target in self._unknown:
             if not any(label[0] in "FBCI" for label in self._nodes[callee].objects):
@@ -138,6 +154,19 @@ class Linked:
                         outside[base.replace(":", ".")] = None
             self._mros[cls] = (list(known), list(outside))
         return self._mros[cls]
+
+    def data_class(self, cls: ClassId) -> bool:
+        """Whether objects of the class serve data to a training loop: from the host, if nothing tells otherwise."""
+        return any(base.startswith("torch.utils.data.") for base in self.mro(cls)[1])
+
+    def has(self, key: Key) -> bool:
+        """Whether an attribute is one of its class: by its text, by what it inherits from elsewhere, or given to it."""
+        cls = (key[1], key[2])
+        known = _defines(self.class_facts(cls), key[3]) or key in self.given or key in self.class_writes
+        return known or any(
+            base.partition(".")[0] not in words.HOST_PACKAGES and not hasattr(builtins, base)
+            for base in self.mro(cls)[1]
+        )
 
     # ---- names ------------------------------------------------------------------------------------------------------
 
@@ -224,11 +253,13 @@ class Linked:
         if key[0] == "g":
             return self.modules[key[1]].denied.get(key[2], "")
         if key[0] == "A":
-            return self.class_facts((key[1], key[2])).denied.get(key[3], "")
-        if key[0] == "p":
-            return self.modules[key[1]].functions[key[2]].denied.get(key[3], "")
-        if key[0] == "ret":
-            return self.modules[key[1]].functions[key[2]].denied.get(-1, "") if key[2] else ""
+            cls = (key[1], key[2])
+            told = self.class_facts(cls).denied.get(key[3], "")
+            return told or ("tensors" if key in self._callables else "guesses" if self.data_class(cls) else "")
+        if key[0] in ("p", "ret") and key[2]:
+            function = self.modules[key[1]].functions[key[2]]
+            told = function.denied.get(key[3] if key[0] == "p" else -1, "")
+            return told or ("guesses" if function.owner and self.data_class((key[1], function.owner)) else "")
         return ""
 
     def _is_defined(self, key: Key) -> bool:
@@ -254,6 +285,9 @@ class Linked:
         for name, cls in facts.classes.items():
             if cls.metaclass and (meta := self.find_class(module, cls.metaclass)) is not None:
                 self._by_metaclass[meta].append((module, name))
+            for called in cls.called:
+                if self._method((module, name), (called,)) is None:
+                    self._callables.update(("A", *owner, called) for owner in self._definers((module, name), called))
         for name in facts.imports:
             if name in facts.globals:  # bound twice: an import with a fallback
                 target = self.target(facts.imports[name])
@@ -288,6 +322,9 @@ class Linked:
 
     def _flow(self, module: str, flow: Flow) -> None:
         place, how = flow.place, flow.how
+        if how == "used":
+            self._used.append((module, flow))
+            return
         kind = place[0]
         if kind == "g":
             key = self.name(module, place[1])
@@ -358,7 +395,7 @@ class Linked:
                 return None
             number = self._node(key)
             if callee is None:
-                self._edge(source, number, _OPERATION)
+                self._edge(source, number, _MADE if _is_class_name(atom[1]) else _OPERATION)
             else:
                 self._unknown.append((callee, source, number))
             return number
@@ -414,6 +451,9 @@ class Linked:
             return (*context, edge[2])[-_MOST_CALLS:]
         if edge[1] == _RESULT and context:
             return context[:-1] if context[-1] == edge[2] else None
+        if edge[1] == _HANDED:
+            site, by = self._handed[edge[2]]
+            return (by,) if not context else context[:-1] if context[-1] == site else None
         return context
 
     def _travel(self, edge: _Edge, holds: Holds, context: Context, evidence: Evidence) -> None:
@@ -427,14 +467,14 @@ class Linked:
             holds = Holds.TENSOR
             if mode == _WEAK:
                 evidence = evidence._replace(level=min(evidence.level, words.MEDIUM))
-        elif mode in (_ARGUMENT, _RESULT):
+        elif mode in (_ARGUMENT, _RESULT, _HANDED):
             if evidence.hops >= _MOST_HOPS:
                 return
             evidence = evidence._replace(hops=evidence.hops + 1)
         self._evidence(target, holds, evidence, beyond)
 
     def _carry(self, edge: _Edge, label: Label, context: Context) -> None:
-        if edge[1] in (_OPERATION, _WEAK) or (edge[1] == _ELEMENT and label[0] == "L"):
+        if edge[1] in (_OPERATION, _WEAK, _MADE) or (edge[1] == _ELEMENT and label[0] == "L"):
             return  # a container is not the place that its element stands at
         beyond = self._passed(edge, context)
         if beyond is not None:
@@ -442,7 +482,9 @@ class Linked:
 
     def _evidence(self, target: int, holds: Holds, evidence: Evidence, context: Context = ()) -> None:
         node = self._nodes[target]
-        if node.denied and (node.denied == "everything" or holds is Holds.TENSOR):
+        if node.denied == "everything" or (node.denied == "tensors" and holds is Holds.TENSOR):
+            return
+        if node.denied == "guesses" and holds is Holds.TENSOR and evidence.level < words.HIGH:
             return
         if node.forgets:
             context = ()
@@ -470,8 +512,9 @@ class Linked:
     def _listen(self, source: int, listener: tuple[Any, ...]) -> None:
         node = self._nodes[source]
         node.listeners.append(listener)
-        for label in list(node.objects):
-            self._tell(source, listener, label)
+        for label, contexts in list(node.objects.items()):
+            for context in list(contexts) if listener[0] == "result" else ((),):
+                self._tell(source, listener, label, context)
 
     def _settle(self) -> None:
         waiting, nodes = self._waiting, self._nodes
@@ -485,12 +528,13 @@ class Linked:
                 continue
             for edge in list(node.edges):
                 self._carry(edge, what, where)
-            if len(node.objects[what]) == 1:  # its first context
-                for listener in list(node.listeners):
-                    self._tell(number, listener, what)
+            first = len(node.objects[what]) == 1  # of its contexts
+            for listener in list(node.listeners):
+                if first or listener[0] == "result":
+                    self._tell(number, listener, what, where)
 
-    def _tell(self, source: int, listener: tuple[Any, ...], label: Label) -> None:
-        """One more thing that the value at ``source`` may be."""
+    def _tell(self, source: int, listener: tuple[Any, ...], label: Label, context: Context) -> None:
+        """One more thing that the value at ``source`` may be; through which calls it came there."""
         what = listener[0]
         if what == "get":
             self._get(source, listener[1], listener[2], label)
@@ -499,7 +543,7 @@ class Linked:
         elif what == "call":
             self._connect(listener[1], listener[2], listener[3], label)
         elif what == "result":
-            self._result(listener[1], listener[2], self._site(listener[3], listener[4]), label)
+            self._result(listener[1], listener[2], self._site(listener[3], listener[4]), label, context)
         elif what == "store" and label[0] == "L":
             key = self._nodes[label[1]].key
             module, flow = listener[1], listener[2]
@@ -538,6 +582,10 @@ class Linked:
                 if inner in self.modules[owner[0]].classes:
                     self._object(target, ("C", owner[0], inner))
                     return
+            if name == "apply" and kind == "C" and any(base.endswith("Function") for base in self.mro(cls)[1]):
+                forward = self._method(cls, ("forward",))
+                if forward is not None:
+                    self._object(target, ("B", *forward, *cls))
             for owner in self._definers(cls, name):
                 self._edge(self._node(("A", *owner, name)), target)
         elif kind == "F":
@@ -545,13 +593,29 @@ class Linked:
 
     def _definers(self, cls: ClassId, name: str) -> list[ClassId]:
         """The classes, of this one and those it inherits from, that define an attribute; the class itself if none does."""
-        found = [
-            owner
-            for owner in self.mro(cls)[0]
-            for facts in (self.class_facts(owner),)
-            if name in facts.rebound or name in facts.attributes or name in facts.registered
-        ]
+        found = [owner for owner in self.mro(cls)[0] if _defines(self.class_facts(owner), name)]
         return found or [cls]
+
+    def _is_object(self, number: int) -> bool:
+        """Whether what is there has a class, which is no tensor's."""
+        return any(
+            label[0] in "CFB" or (label[0] == "I" and not self._is_tensor((label[1], label[2])))
+            for label in self._nodes[number].objects
+        )
+
+    def _is_tensor(self, cls: ClassId) -> bool:
+        return any(base in ("torch.Tensor", "torch.nn.Parameter") for base in self.mro(cls)[1])
+
+    def _set_strange(self, source: int, module: str, name: str, flow: Flow) -> None:
+        """An attribute that no class that is read defines: it is that of the one class that the object can be of."""
+        node = self._nodes[source]
+        if any(holds is Holds.TENSOR for holds, _ in node.evidence):
+            return
+        classes = list(dict.fromkeys((label[1], label[2]) for label in node.objects if label[0] == "I"))
+        for cls in classes:
+            if all(cls in self.mro(other)[0] for other in classes):
+                self.given.add(("A", *cls, name))
+                self._set(source, module, name, flow, ("I", *cls))
 
     def _set(self, source: int, module: str, name: str, flow: Flow, label: Label) -> None:
         kind = label[0]
@@ -564,6 +628,9 @@ class Linked:
             key = found if found is not None and found[0] == "g" else None
         elif kind in ("I", "C"):
             key = ("A", *self._definers((label[1], label[2]), name)[0], name)
+            if kind == "I" and key not in self.given and not _defines(self.class_facts((key[1], key[2])), name):
+                self._strange[source, module, name, flow] = None
+                return
             if not use:
                 base = self._nodes[source].key
                 named = base[0] == "g" or (
@@ -646,7 +713,7 @@ class Linked:
                     return owner[0], method
         return None
 
-    def _result(self, index: int | None, target: int, site: int, label: Label) -> None:
+    def _result(self, index: int | None, target: int, site: int, label: Label, context: Context) -> None:
         kind = label[0]
         function: tuple[str, str] | None = None
         if kind in ("F", "B"):
@@ -659,8 +726,19 @@ class Linked:
             function = self._method((label[1], label[2]), ("__call__", "forward"))
         if function is None:
             return
-        if index is None:
-            self._edge(self._node(("ret", *function, None)), target, _RESULT, site)
-        else:
-            self._edge(self._node(("ret", *function, index)), target, _RESULT, site)
-            self._edge(self._node(("ret", *function, -1)), target, _RESULT, site)
+        mode = _RESULT
+        if context:  # a function that was handed over: what it makes is for the call that did so
+            mode, made = _HANDED, self._site("", (site, context[-1]))
+            self._handed[made] = (site, context[-1])
+            site = made
+        for part in (None,) if index is None else (index, -1):
+            self._edge(self._node(("ret", *function, part)), target, mode, site)
+
+
+def _defines(facts: ClassFacts, name: str) -> bool:
+    return name in facts.rebound or name in facts.attributes or name in facts.registered
+
+
+def _is_class_name(atom: Atom) -> bool:
+    name = str(atom[2] if atom[0] == "." else atom[1]).rpartition(":")[2].rpartition(".")[2]
+    return name.lstrip("_")[:1].isupper()

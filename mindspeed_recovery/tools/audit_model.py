@@ -30,8 +30,8 @@ NOTHING: Atoms = ()
 
 
 class Flow(NamedTuple):
-    """``values`` are put at ``place``. ``how``: ``=``, ``+=``, ``item`` (into it), ``use`` (is used as such), or the name
-    of the method that does it."""
+    """``values`` are put at ``place``. ``how``: ``=``, ``+=``, ``item`` (into it), ``use`` (is annotated as such), ``used``
+    (is treated as such), or the name of the method that does it."""
 
     place: Atom
     values: Atoms
@@ -87,6 +87,8 @@ class ClassFacts:
     denied: dict[str, str] = field(default_factory=dict)
     rebound: set[str] = field(default_factory=set)
     """Attributes that a method gives each instance anew."""
+    called: set[str] = field(default_factory=set)
+    """Attributes, and methods, that are called as ``self.name()`` or used as modules are: no tensors."""
     decorators: Atoms = NOTHING
 
 

@@ -27,7 +27,7 @@ RULES = {
     "AUD112": "handle",
     "AUD201": "attribute of a module",
     "AUD202": "attribute of an optimizer",
-    "AUD203": "attribute of an object that a module or optimizer holds",
+    "AUD203": "attribute of an object that a module, an optimizer or a trainer holds, or of the trainer",
 }
 """Rule: the kind of hiding place."""
 
@@ -240,6 +240,8 @@ class _Rules:
                 key = ("A", *cls, attribute)
                 if attribute.startswith("__") or attribute in record.registered or self._is_property(cls, attribute):
                     continue
+                if not self._linked.has(key):
+                    continue
                 writes = [w for w in self._linked.writes.get(key, []) if w[1].how != "use"]
                 if self._is_of_class(key, writes):
                     state = self._state(key)
@@ -256,7 +258,7 @@ class _Rules:
                             writes,
                             readers=self._readers(facts, f".{attribute}"),
                         )
-                elif cls in lived and writes:
+                elif cls in lived and writes and not any(map(self._class_kind, self._classes(key))):
                     evidence = self._linked.evidence(key).get(Holds.TENSOR)
                     parameter = self._linked.evidence(key).get(Holds.PARAMETER)
                     handle = self._linked.evidence(key).get(Holds.HANDLE)
@@ -287,13 +289,16 @@ class _Rules:
         return bound[1] == "container" or any(flow.values and flow.function == name for _, flow in writes)
 
     def _long_lived(self) -> dict[ClassId, str]:
-        """Classes whose objects outlive a step: modules, optimizers, and what their attributes hold."""
+        """Classes whose objects outlive a step: modules, optimizers, what holds an optimizer, and what these hold."""
         linked = self._linked
         lived: dict[ClassId, str] = {}
         for module, facts in linked.modules.items():
             for name in facts.classes:
                 if kind := self._class_kind((module, name)):
                     lived[module, name] = kind
+        for cls, attributes in list(linked.attributes.items()):
+            if cls not in lived and any(self._is_optimizer(("A", *cls, attribute)) for attribute in list(attributes)):
+                lived[cls] = "trainer"
         waiting = list(lived)
         while waiting:
             cls = waiting.pop()
@@ -311,12 +316,21 @@ class _Rules:
                             waiting.append(inner)
         return lived
 
+    def _is_optimizer(self, key: Key) -> bool:
+        """Whether an optimizer is there: what holds one lives as long as the training."""
+        written = self._linked.writes.get(key)
+        return bool(written) and any(self._class_kind(cls) == "optimizer" for cls in self._classes(key))
+
+    def _is_function(self, cls: ClassId) -> bool:
+        """Whether it is an autograd function: its ``apply`` is bound to no object."""
+        return any(base.endswith("Function") for base in self._linked.mro(cls)[1])
+
     def _class_kind(self, cls: ClassId) -> str:
         if cls not in self._kinds:
             known, outside = self._linked.mro(cls)
             methods = {name for owner in known for name in self._linked.class_facts(owner).methods}
             ends = [base.rpartition(".")[2] for base in outside]
-            if any(base == "torch.autograd.Function" or end == "Function" for base, end in zip(outside, ends)):
+            if self._is_function(cls):
                 kind = ""
             elif (
                 any(end.endswith("Optimizer") or base.startswith("torch.optim.") for base, end in zip(outside, ends))
@@ -347,7 +361,7 @@ class _Rules:
                 best = _State(holds, evidence)
         for label in self._linked.objects(key):
             inner: _State | None = None
-            if label[0] in ("I", "B"):
+            if label[0] == "I" or (label[0] == "B" and not self._is_function((label[-2], label[-1]))):
                 held = self._holds((label[-2], label[-1]), 1)
                 if held is not None:
                     inner = _State(held[1], held[2], held[0], "object" if label[0] == "I" else "bound method")
@@ -377,7 +391,7 @@ class _Rules:
             for attribute in list(self._linked.attributes.get(owner, ())):
                 key = ("A", *owner, attribute)
                 writes = self._linked.writes.get(key, [])
-                if self._is_of_class(key, writes):
+                if self._is_of_class(key, writes) or not self._linked.has(key):
                     continue
                 inner = [(h, e) for h, e in self._linked.evidence(key).items()]
                 if depth < _DEPTH:

@@ -59,6 +59,8 @@ _GROUPS = named(
     "ProcessGroupNCCL ProcessGroupHCCL DeviceMesh isend irecv batch_isend_irecv"
 )
 _HANDLE_TYPES = named("Stream Event CUDAGraph NPUGraph ProcessGroup Work MemPool DeviceMesh")
+_RNG_METHODS = named("get_rng_state get_rng_state_all default_generator")
+_HANDLE_METHODS = named("Stream ExternalStream CUDAGraph NPUGraph MemPool current_stream default_stream")
 _RNG = named("get_rng_state get_rng_state_all default_generators Generator fork_rng")
 _PARAMETERS = named("Parameter UninitializedParameter Buffer")
 _LAYERS = named(
@@ -74,6 +76,9 @@ HOST_PACKAGES = frozenset(sys.stdlib_module_names) | {
 }  # fmt: skip
 """Packages whose calls do not answer with device tensors, or of whose answers nothing is known."""
 
+DTYPES = ("float", "bfloat", "int", "uint", "half", "double", "long", "bool")
+"""How the names of torch's types begin."""
+
 HOST_ATTRIBUTES = named(
     "shape dtype device ndim is_cuda is_npu is_cpu layout requires_grad is_leaf itemsize nbytes names __name__ __class__ "
     "__dict__ __doc__ is_sparse is_meta is_quantized"
@@ -87,7 +92,8 @@ ONLY_TENSOR_ATTRIBUTES = named("grad_fn is_cuda is_npu requires_grad main_grad")
 HOST_METHODS = named(
     "item tolist cpu numpy size dim numel nelement element_size data_ptr get_device stride storage_offset is_contiguous "
     "untyped_storage storage is_floating_point is_complex pin_memory format join split_lines startswith endswith strip lower "
-    "upper replace encode decode keys index isoformat total_seconds mean_time state_dict"
+    "upper replace encode decode keys index isoformat total_seconds mean_time state_dict backward register_hook "
+    "register_post_accumulate_grad_hook is_pinned is_shared count dim_order has_names"
 )
 """Methods whose answer is no device tensor, whatever they are called on."""
 TENSOR_METHODS = named(
@@ -111,14 +117,18 @@ VIEW_METHODS = named(
     "clamp_min clamp_max sigmoid tanh relu rsqrt sqrt mm dot outer index_put index_fill tile movedim swapaxes"
 )
 """Methods of tensors whose answer is a tensor, where they are called on one."""
-ITEM_METHODS = named("values items get pop popleft popitem get_nowait setdefault __getitem__ peek copy")
+ITEM_METHODS = named("values items get pop popleft popitem get_nowait setdefault __getitem__ peek copy get_group")
 """Methods whose answer is, or holds, a part of what they are called on."""
 MODULE_METHODS = named("parameters named_parameters buffers named_buffers modules named_modules children")
+ONLY_MODULE_METHODS = MODULE_METHODS | named("state_dict load_state_dict train eval zero_grad")
+"""Methods that a module, an optimizer or a model has, and no tensor or container of tensors."""
 STORES = {
     "append": 0, "appendleft": 0, "extend": 0, "extendleft": 0, "add": 0, "insert": 1, "update": 0, "put": 0,
     "put_nowait": 0, "setdefault": 1, "__setitem__": 1, "push": 0,
 }  # fmt: skip
 """Methods that put an argument into what they are called on, and which argument."""
+APPENDS = named("append appendleft extend extendleft insert add")
+"""Those of lists and their like, whose elements are of one kind."""
 PASSING = named(
     "list tuple dict set frozenset deque defaultdict OrderedDict sorted reversed iter next zip enumerate copy deepcopy "
     "chain cast partial partialmethod proxy ref from_iterable SimpleNamespace filter map max min sum abs namedtuple"
@@ -134,7 +144,7 @@ CACHES = named("lru_cache cache cached")
 _OPEN = re.compile(
     "tensor|param|object|generic|type|any|buffer|output|input|batch|dict|list|union|modules?$|models?$", re.IGNORECASE
 )
-_HOST = re.compile("(?:^|_)(?:cpu|host|pinned|numpy)(?:_|$)", re.IGNORECASE)
+_HOST = re.compile("(?:^|_)(?:cpu|host|pin|pinned|numpy)(?:_|$)", re.IGNORECASE)
 _SCALARS = named(
     "int float bool str bytes complex dtype device Size Path PathLike Enum Number ndarray Namespace slice range "
     "Callable Type type"
@@ -214,6 +224,21 @@ def call(name: str, device: bool | None) -> Word | None:
         if device:
             return Holds.TENSOR, HIGH, f"{name}() on a device"
         return Holds.TENSOR, LOW, f"{name}() without a device"
+    return None
+
+
+def is_layer(name: str) -> bool:
+    """Whether a call of this dotted name makes a layer, a container of layers or a parameter: a module registers it."""
+    first, _, last = name.rpartition(".")
+    return first.startswith("torch.nn") and last[:1].isupper()
+
+
+def method(name: str) -> Word | None:
+    """What a method of this name makes, whatever it is called on: a device package may be behind an object."""
+    if name in _RNG_METHODS:
+        return Holds.RNG, MEDIUM, f".{name}()"
+    if name in _HANDLE_METHODS:
+        return Holds.HANDLE, MEDIUM, f".{name}()"
     return None
 
 

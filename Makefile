@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # A machine that finds no CPU build by itself: make TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= torch==2.13.0
+# Ranks of a test wait for each other a good part of the time. A file's tests share the parents that fork them.
+PARALLEL := -n 2 --dist loadfile
 MEGATRON := 0.12.1 0.15.3 0.19.2
 # The catalogue is checked against the sources of all of these.
 MEGATRON_FULL := $(MEGATRON) 0.6.0 0.7.0 0.8.0 0.9.0 0.10.0 0.11.0 0.12.3 0.13.1 0.14.0 0.16.1 0.17.1 0.18.2
@@ -19,10 +21,10 @@ demo: $(VENV)/.demo .cache/megatron/0.19.2/.done
 	PYTHONPATH=.cache/megatron/0.19.2 $(BIN)/python examples/demo.py
 
 test: lint $(MEGATRON_DIRS)
-	$(BIN)/python -m pytest -m "not full"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not full"
 
 test-full: lint $(MEGATRON_FULL_DIRS)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

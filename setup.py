@@ -8,7 +8,7 @@ from setuptools import find_packages, setup
 # torch is not a requirement: it is the user's own build, for the user's own device.
 REPORT = ["matplotlib>=3.7", "tensorboard>=2.14"]
 DEMO = [*REPORT, "numpy>=1.24", "rich>=13"]
-TEST = [*DEMO, "hypothesis>=6.90", "mypy>=1.8", "pytest>=8.4", "pytest-timeout>=2.2", "ruff>=0.6"]
+TEST = [*DEMO, "hypothesis>=6.90", "mypy>=1.8", "pytest>=8.4", "pytest-timeout>=2.2", "pytest-xdist>=3.5", "ruff>=0.6"]
 # What megatron.training imports; the tests of its loop, and examples/pretrain_gpt.py, need it.
 TEST += ["psutil", "pyyaml", "regex", "requests", "tqdm"]
 TEST += ["wandb"]  # its sink is tested with the real one, offline

@@ -433,6 +433,42 @@ def test_tensors_keep_their_device_through_their_methods(run: Run, tmp_path: Pat
     assert found(tmp_path, run, source.replace("x.device", '"cpu"').replace("get_rng_state", "get_state")) == {}
 
 
+def test_a_local_list_holds_what_is_put_in_it(run: Run, tmp_path: Path) -> None:
+    source = """
+        import torch
+
+
+        class Engine(torch.nn.Module):
+            def reserve(self, shape, count, pinned):
+                buffers = []
+                for _ in range(count):
+                    buffer = torch.zeros(shape, device="cuda")
+                    if pinned:
+                        buffer = self.accelerator.pin_memory(buffer)
+                    buffers.append(buffer)
+                self.buffers = buffers
+    """
+    assert set(found(tmp_path, run, source)) == {"Engine.buffers"}
+    assert found(tmp_path, run, source.replace("buffers.append(buffer)", "buffers.append(buffer.shape)")) == {}
+
+
+def test_the_apply_of_an_autograd_function_is_bound_to_no_object(run: Run, tmp_path: Path) -> None:
+    source = """
+        import torch
+
+
+        class Scale(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.kept = x.detach()
+                return x
+
+
+        scale = Scale.apply
+    """
+    assert found(tmp_path, run, source) == {}
+
+
 def test_singletons_of_a_metaclass_or_a_decorator(run: Run, tmp_path: Path) -> None:
     source = """
         import torch

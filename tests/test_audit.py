@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -433,6 +432,42 @@ def test_tensors_keep_their_device_through_their_methods(run: Run, tmp_path: Pat
     assert found(tmp_path, run, source.replace("x.device", '"cpu"').replace("get_rng_state", "get_state")) == {}
 
 
+def test_a_local_list_holds_what_is_put_in_it(run: Run, tmp_path: Path) -> None:
+    source = """
+        import torch
+
+
+        class Engine(torch.nn.Module):
+            def reserve(self, shape, count, pinned):
+                buffers = []
+                for _ in range(count):
+                    buffer = torch.zeros(shape, device="cuda")
+                    if pinned:
+                        buffer = self.accelerator.pin_memory(buffer)
+                    buffers.append(buffer)
+                self.buffers = buffers
+    """
+    assert set(found(tmp_path, run, source)) == {"Engine.buffers"}
+    assert found(tmp_path, run, source.replace("buffers.append(buffer)", "buffers.append(buffer.shape)")) == {}
+
+
+def test_the_apply_of_an_autograd_function_is_bound_to_no_object(run: Run, tmp_path: Path) -> None:
+    source = """
+        import torch
+
+
+        class Scale(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.kept = x.detach()
+                return x
+
+
+        scale = Scale.apply
+    """
+    assert found(tmp_path, run, source) == {}
+
+
 def test_singletons_of_a_metaclass_or_a_decorator(run: Run, tmp_path: Path) -> None:
     source = """
         import torch
@@ -668,8 +703,7 @@ def test_each_file_is_read_and_parsed_once(
     monkeypatch.setattr(sources.SourceFile, "parse", parse)
     report = run(megatron("0.19.2") / "megatron")[1]
     assert report["files"] == len(parsed) > 500
-    again = {module for module, times in parsed.items() if times != 1}
-    assert again == {"megatron.core.package_info"}  # the one that tells the version is read for that, too
+    assert set(parsed.values()) == {1}
 
 
 def test_facts_hold_no_tree() -> None:
@@ -690,14 +724,6 @@ def test_facts_hold_no_tree() -> None:
         elif hasattr(value, "__dict__"):
             waiting += vars(value).values()
     assert len(seen) > 100
-
-
-def test_a_release_is_audited_fast(megatron: Callable[[str], Path]) -> None:
-    files, _ = sources.everything(str(megatron("0.19.2")))
-    start = time.process_time()
-    audit.audit(files)
-    # The goal is 3000 files in 10 s on one core. A shared machine may be slower by a factor.
-    assert (time.process_time() - start) / len(files) < 3 * 10 / 3000
 
 
 CENSUS = json.loads((DATA / "audit_census.json").read_text(encoding="utf-8"))

@@ -19,8 +19,8 @@ _UNKNOWN = object()
 def version_of(package: str, version_from: Location | None, trees: Iterable[SourceTree]) -> Version | None:
     """The release version of a package in the first tree that tells it; None where none does.
 
-    Asked are, in each tree: what the catalogue names (``version_from``), the metadata of a wheel or an installation, then
-    the ``__version__`` or ``version = "…"`` of a checkout's setup.py or pyproject.toml.
+    Asked are, in each tree: the metadata of a wheel or an installation, what the catalogue names (``version_from``), then what
+    a checkout's build has left, and the ``__version__`` or ``version = "…"`` of its setup.py or pyproject.toml.
     """
     for tree in trees:
         for text in _texts(package, version_from, tree):
@@ -32,15 +32,13 @@ def version_of(package: str, version_from: Location | None, trees: Iterable[Sour
 
 
 def _texts(package: str, version_from: Location | None, tree: SourceTree) -> Iterator[str]:
+    words = re.split(r"[-_.]+", package)
+    distribution = "_".join(words)
+    yield from _metadata(tree, f"{distribution}-*.dist-info/METADATA")
     file = tree.find(version_from.module) if version_from is not None else None
     if file is not None and version_from is not None and len(version_from.path) == 1:
         yield _text_of(file, version_from.path[0])
-    words = re.split(r"[-_.]+", package)
-    distribution = "_".join(words)
-    for pattern in (f"{distribution}-*.dist-info/METADATA", f"{distribution}*.egg-info/PKG-INFO"):
-        for metadata in tree.beside(pattern):
-            match = re.search(r"^Version:\s*(\S+)", _read(metadata), re.MULTILINE)
-            yield match[1] if match else ""
+    yield from _metadata(tree, f"{distribution}*.egg-info/PKG-INFO")
     for pattern in ("setup.py", "pyproject.toml"):
         for project in tree.beside(pattern):
             # A checkout may hold several packages and one setup.py: it counts only if it names this one.
@@ -48,6 +46,12 @@ def _texts(package: str, version_from: Location | None, tree: SourceTree) -> Ite
             if re.search("=\\s*[\"']" + "[-_.]".join(words) + "[\"']", text):
                 match = re.search(r"""^\s*(?:__version__|version)\s*=\s*["']([^"']+)["']""", text, re.MULTILINE)
                 yield match[1] if match else ""
+
+
+def _metadata(tree: SourceTree, pattern: str) -> Iterator[str]:
+    for metadata in tree.beside(pattern):
+        match = re.search(r"^Version:\s*(\S+)", _read(metadata), re.MULTILINE)
+        yield match[1] if match else ""
 
 
 def _read(file: SourceFile) -> str:

@@ -73,12 +73,7 @@ def test_the_wheel_asks_for_no_torch(wheel):
     lines = archive.read(metadata).decode().splitlines()
     required = [line for line in lines if line.startswith("Requires-Dist") and "extra ==" not in line]
     assert sorted(line.split()[1].split(">")[0].split(";")[0] for line in required) == ["packaging", "tomli", "wrapt"]
-    assert {line.split()[1] for line in lines if line.startswith("Provides-Extra")} == {
-        "demo",
-        "report",
-        "test",
-        "test-wandb",
-    }
+    assert {line.split()[1] for line in lines if line.startswith("Provides-Extra")} == {"demo", "report", "test"}
 
 
 def test_the_catalogue_is_found_from_a_wheel(wheel, tmp_path):

@@ -67,6 +67,19 @@ def live_storages(device: Device, roots: Mapping[str, Any], states: Mapping[str,
     return sorted(result, key=lambda storage: storage.name)
 
 
+def storage_named(device: Device, roots: Mapping[str, Any], name: str) -> Tensor | None:
+    """A tensor of the storage that `live_storages` gives this name, if there is one now.
+
+    Only what the name begins with is walked: a shortest path is found before any other of the same root, too.
+    """
+    if name.startswith(f"{TEMPORARY} "):
+        return next((found.tensor for found in live_storages(device, roots, {}) if found.name == name), None)
+    below = {path: value for path, value in {**roots, **_globals()}.items() if name.startswith(path)}
+    found = {storage_key(tensor): tensor for tensor in device.device_tensors()}
+    paths, _ = _paths_and_kinds(below, set(found))
+    return next((found[key] for key, path in paths.items() if path == name), None)
+
+
 def _paths_and_kinds(roots: Mapping[str, Any], wanted: set[int]) -> tuple[dict[int, str], dict[int, str]]:
     paths: dict[int, str] = {}
     kinds: dict[int, str] = {}

@@ -41,7 +41,7 @@ from mindspeed_recovery.testing.compare import compare_scalars, compare_states
 from mindspeed_recovery.testing.faults import ALL, POINTS, FaultInjector, FaultSpec
 from mindspeed_recovery.testing.outcomes import Result
 from mindspeed_recovery.testing.simulator import UnsafeMemory
-from mindspeed_recovery.testing.storages import Storage, live_storages
+from mindspeed_recovery.testing.storages import Storage, live_storages, storage_named
 from mindspeed_recovery.tools.progress import Progress
 
 _FLAG = "--enable-recovery-safe-globals"
@@ -212,7 +212,8 @@ def _strike(job: Job, rank: int, case: Case) -> FaultInjector:
     fault = FaultSpec("uce", case.rank, case.step, case.point, states)
 
     def resolve(_: Sequence[str]) -> Iterable[torch.Tensor]:
-        return [found.tensor for found in _storages(job) if found.name == case.storage]
+        tensor = storage_named(job.memory, job.roots, case.storage)
+        return [] if tensor is None else [tensor]
 
     return FaultInjector([fault], rank, job.memory, resolve)
 

@@ -532,6 +532,21 @@ def test_restart_keeps_the_flags(memory: UnsafeMemory) -> None:
         tensor + 1
 
 
+def test_host_work_goes_on_while_the_device_is_stopped(memory: UnsafeMemory) -> None:
+    """A loader that was refused in the middle of a batch would have lost the batch."""
+    on_device = torch.ones(2)
+    memory.stop()
+    with memory.host():
+        batch = torch.stack([torch.tensor([1, 2]), torch.arange(2)])
+        for use in (lambda: on_device + 1, lambda: torch.add(batch, on_device), lambda: on_device.tolist()):
+            with pytest.raises(RuntimeError, match=STOPPED_MESSAGE):
+                use()
+    with pytest.raises(RuntimeError, match=STOPPED_MESSAGE):
+        batch + 1
+    memory.restart()
+    assert batch.tolist() == [[1, 2], [0, 1]]
+
+
 def test_exempt_thread_works_while_the_device_is_stopped(memory: UnsafeMemory) -> None:
     tensor = torch.ones(3)
     memory.mark_unsafe([tensor])

@@ -172,7 +172,7 @@ class UnsafeMemory:
             self._clear([storage])
 
     def stop(self) -> None:
-        """From now on every operator in an active, not exempt thread raises ``DeviceStoppedError``."""
+        """From now on every operator in an active, not exempt thread raises ``DeviceStoppedError``, but for host work."""
         with self._lock:
             self._stopped = True
             self._update_alert()
@@ -232,12 +232,17 @@ class UnsafeMemory:
 
     @contextmanager
     def host(self) -> Iterator[None]:
-        """Storages that the calling thread's operators allocate inside are host memory.
+        """Storages that the calling thread's operators allocate inside are host memory, and operators on nothing but host
+        memory run although the device is stopped, as a data loader's do.
 
         ``copy.deepcopy`` allocates without an operator and is not seen: use ``clone`` or ``register_host``.
         """
-        with _HostMode(self):
-            yield
+        self._thread.host += 1
+        try:
+            with _HostMode(self):
+                yield
+        finally:
+            self._thread.host -= 1
 
     def register_host(self, tensor: torch.Tensor) -> None:
         """Count the tensor's storage as host memory for as long as it lives; a flag on it is cleared."""
@@ -289,7 +294,7 @@ class UnsafeMemory:
         self._alert = self._stopped or bool(self._unsafe)
 
     def _run_checked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._stopped and not self._thread.exempt:
+        if self._stopped and not self._thread.exempt and not self._is_host_work(func, args, kwargs):
             with self._lock:
                 self.raised_errors += 1
             raise DeviceStoppedError(STOPPED_MESSAGE)
@@ -308,6 +313,13 @@ class UnsafeMemory:
         if rule.copies:
             self._clear(_storages_in(args[:1]))
         return result
+
+    def _is_host_work(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if not self._thread.host:
+            return False
+        if func is torch.ops.aten.lift_fresh.default:  # torch.tensor() has just allocated its argument
+            return True
+        return not any(map(self.is_device, _tensors_in((args, list(kwargs.values())))))
 
 
 # -------------------------------------------------------------------- dispatch
@@ -447,6 +459,7 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 class _ThreadState(threading.local):
     active = False
     exempt = 0
+    host = 0
 
 
 class _DispatchedReads:

@@ -7,6 +7,7 @@ meet at one port.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import os
@@ -25,6 +26,7 @@ HUNG = -9
 
 _GRACE_SECONDS = 15.0  # for the others, once one rank has failed
 _LEAVE_SECONDS = 20.0
+_FAILED_SECONDS = 3.0
 
 
 def run(size: int, body: Callable[[int, socket.socket], int], folder: Path, timeout: float) -> list[int]:
@@ -99,9 +101,11 @@ def join(listener: socket.socket, size: int, *, serves: bool) -> dist.TCPStore:
     )
 
 
-def leave(store: dist.Store, size: int, *, serves: bool) -> None:
-    """Let the process that serves the store be the last to go."""
-    store.add("ended", 1)
-    deadline = time.monotonic() + _LEAVE_SECONDS
+def leave(store: dist.Store, size: int, *, serves: bool, failed: bool = False) -> None:
+    """Let the process that serves the store be the last to go; with ``failed`` it waits for a moment only, in which the others
+    can read there why."""
+    with contextlib.suppress(dist.DistError):  # the one that serves has gone
+        store.add("ended", 1)
+    deadline = time.monotonic() + (_FAILED_SECONDS if failed else _LEAVE_SECONDS)
     while serves and store.add("ended", 0) < size and time.monotonic() < deadline:
         time.sleep(0.002)

@@ -161,7 +161,7 @@ class Sweep:
                     else {}
                 )
                 (folder / f"rank{rank}.json").write_text(json.dumps(left))
-            ranks.leave(store, self._size, serves=rank == 0)
+                ranks.leave(store, self._size, serves=rank == 0, failed="error" in left)
             return 0
 
         return ranks.run(self._size, body, folder, self._timeout)

@@ -14,11 +14,17 @@ MEGATRON_FULL := $(MEGATRON) 0.6.0 0.7.0 0.8.0 0.9.0 0.10.0 0.11.0 0.12.3 0.13.1
 MEGATRON_DIRS := $(MEGATRON:%=.cache/megatron/%/.done)
 MEGATRON_FULL_DIRS := $(MEGATRON_FULL:%=.cache/megatron/%/.done)
 
-.PHONY: demo test test-full lint clean
+.PHONY: demo bench bench-full test test-full lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo .cache/megatron/0.19.2/.done
 	PYTHONPATH=.cache/megatron/0.19.2 $(BIN)/python examples/demo.py
+
+bench: $(VENV)/.demo
+	$(BIN)/python examples/bench.py
+
+bench-full: $(VENV)/.demo
+	$(BIN)/python examples/bench.py --full
 
 test: lint $(MEGATRON_DIRS)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not full"
